@@ -26,6 +26,7 @@ from confpred.data.parquet import new_rows, operation_in, write
 from confpred.errors import ConfpredError
 from confpred.families.registry import all_operations
 from confpred.model.folder import Model, load_model, publish
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.retraining.admission import Distrusted, check_shard
 from confpred.retraining.exchanged import retrain_from
 
@@ -90,13 +91,15 @@ class Keeper:
                 )
             operation, rows = all_operations()[operation_in(path)], 0
             parts = exchange.parts_with(shard.run_ids)
+            parts = [part for part in parts if operation_in(part) == operation.name]
             for room, table in ((ADMITTED, shard.rows), (CONTROLS, shard.controls)):
                 new = new_rows(table, parts, operation)
                 if new.num_rows:
                     write(new, exchange.path(room, upload))
                     if room == ADMITTED:
                         rows = new.num_rows
-                        self._new.update(new["device"].to_pylist())
+                        if operation is CONVOLUTION:  # which retraining is for
+                            self._new.update(new["device"].to_pylist())
             exchange.admit(upload, rows, shard.run_ids)
         except ConfpredError as error:
             reason = str(error).removeprefix(f"{path}: ").replace(str(path), "the file")

@@ -269,9 +269,10 @@ def _question(query: Mapping[str, str], predictor: Predictor) -> Iterator[Field]
         key: f"{device.product} ({'has a model' if key in own else 'without a model'})"
         for key, device in sorted({**KNOWN, **own}.items(), key=lambda item: item[0] not in own)
     }
-    yield Field("device", "device", query.get("device", next(iter(options))), options=options)
-    top = query.get("top", str(_TOP))
-    yield Field("top", "candidates to list", top, f"1 to {MAX_TOP}", required=True)
+    default = next(iter(KNOWN if query else options))
+    device, top = (query.get(name, "").strip() for name in ("device", "top"))
+    yield Field("device", "device", device or default, options=options)
+    yield Field("top", "candidates to list", top or str(_TOP), f"1 to {MAX_TOP}", required=True)
 
 
 def times_chart(answer: LayerExplanation) -> Chart:

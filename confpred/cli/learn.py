@@ -170,7 +170,7 @@ def evaluate(
         raise InvalidInput("model", str(model_folder), "a model to be judged by a --holdout")
     if holdout_only and (plot is not None or not holdout):
         raise InvalidInput("holdout-only", True, "with a --holdout, and without --plot")
-    read = data_files((*data, *holdout, *anchors))
+    read = data_files((*data, *holdout, *anchors), anchors=True)
     check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
@@ -189,7 +189,9 @@ def evaluate(
         print_verdict(verdict, console)
         found["holdout"] = asdict(verdict)
     if anchors:
-        noise = across_sittings(data_files(anchors), dataset.operation, dataset.device.key)
+        noise = across_sittings(
+            data_files(anchors, anchors=True), dataset.operation, dataset.device.key
+        )
         print_sittings(noise, console)
         found["sittings"] = asdict(noise)
     figures = {"format": HOLDOUT_FORMAT, "device": dataset.device.key, "data": dataset.digest}

@@ -251,15 +251,9 @@ def sample(
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
-    """Return a block that sends the shards in `out` to the service at `url`, if there is one.
-
-    Raises:
-        InvalidInput: `out` is in an object store.
-    """
+    """Return a block that sends the shards in `out` to the service at `url`, if there is one."""
     if url is None:
         return nullcontext()
-    if not isinstance(out, Path):
-        raise InvalidInput("out", str(out), "a folder of this machine with --submit")
     with needing("client"):
         from confpred.client import transfer
     return transfer.submitting(url, out)

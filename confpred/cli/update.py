@@ -73,7 +73,7 @@ NOT_BETTER = 3
     "--from",
     "source",
     metavar="URL-OR-FOLDER",
-    help="Measure nothing: train on the measurements of a service or in a folder.",
+    help="Measure nothing: train on those of a service, a folder, or a URL such as s3://bucket.",
 )
 @timeout_option
 def retrain(

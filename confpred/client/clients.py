@@ -37,6 +37,7 @@ from confpred.client.answers import (
     clock,
 )
 from confpred.concurrency import PerProcess, uninterrupted
+from confpred.data.remote import RemoteFile
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.predict.choice import Choice, check_top
 from confpred.predict.plan import Plan, plan_of
@@ -252,10 +253,13 @@ class _Questions(ABC, Generic[Http]):
         """Return the models that the service has loaded."""
         return await self._get("/v1/models", answers.models_of, trace)
 
-    async def _submit(self, shard: str | Path, *, trace: Trace | None = None) -> Submission:
+    async def _submit(
+        self, shard: str | Path | RemoteFile, *, trace: Trace | None = None
+    ) -> Submission:
         """Send a file of measurements, and return what became of it so far; one that was sent
         before is known by its bytes, and counts once."""
-        body = await self._compute(Path(shard).read_bytes)
+        file = Path(shard) if isinstance(shard, str) else shard
+        body = await self._compute(file.read_bytes) or b""
         call = self._call(trace)
         key = hashlib.sha256(body).hexdigest()
         call.headers.update({"content-type": PARQUET, "idempotency-key": key})

@@ -9,23 +9,23 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import httpx
 import platformdirs
 
 from confpred.client.clients import Client
 from confpred.client.served import TOKEN
+from confpred.data.remote import Folder, read_bytes, write_bytes
 from confpred.errors import (
     ConfpredError,
     InvalidInput,
     ModelError,
     ServiceError,
     ServiceUnavailable,
+    StorageError,
 )
-from confpred.files import write_whole
 from confpred.model.card import CARD, Card, read_card, read_files
 from confpred.model.folder import publish
 
@@ -145,7 +145,7 @@ def fetch_rows(url: str, folder: Path) -> None:
 
 
 @contextmanager
-def submitting(url: str, folder: Path) -> Iterator[None]:
+def submitting(url: str, folder: Folder) -> Iterator[None]:
     """Send the shards of a sampler's `folder` to the service at `url` while the block runs, and
     those that are left at its end, control configs first. A service that refuses stops nobody: the
     same command sends what is left later."""
@@ -166,22 +166,21 @@ def submitting(url: str, folder: Path) -> Iterator[None]:
             _send(client, folder)
 
 
-def _send(client: Client, folder: Path) -> None:
+def _send(client: Client, folder: Folder) -> None:
     """Send the shards that were not sent, and write down which were."""
     record = folder / SENT
-    sent = record.read_text().split() if record.exists() else []
-    shards = [*folder.glob("anchors-*.parquet"), *folder.glob("rows-*.parquet")]
+    try:
+        sent = (read_bytes(record) or b"").decode().split()
+        shards = [*folder.glob("anchors-*.parquet"), *folder.glob("rows-*.parquet")]
+    except StorageError as error:
+        log.warning("%s: nothing is sent to %s", error, client.url)
+        return
     for shard in (shard for shard in shards if shard.name not in sent):
         try:
             client.submit(shard)
+            sent.append(shard.name)
+            write_bytes(record, "\n".join(sent).encode())
         except (ConfpredError, OSError) as error:
             log.warning("%s was not sent to %s: %s", shard.name, client.url, error)
             if isinstance(error, ServiceUnavailable):
                 return
-            continue
-        sent.append(shard.name)
-        write_whole(record, partial(_write, "\n".join(sent)))
-
-
-def _write(text: str, file: BinaryIO) -> None:
-    file.write(text.encode())

@@ -157,7 +157,7 @@ class CheckedRows:
 
     Attributes:
         table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``,
-            ``registers``, and ``row``: how many rows of `files` come before it.
+            ``registers``, or all; and ``row``: how many rows of `files` come before it.
         files: where the rows come from, in order.
         ends: how many rows there are up to the end of each file.
     """
@@ -172,15 +172,17 @@ class CheckedRows:
         return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
 
 
-def read_checked(files: Sequence[Path], operation: Operation) -> CheckedRows:
-    """Return the rows of `files`, in their order.
+def read_checked(
+    files: Sequence[Path], operation: Operation, *, whole: bool = False
+) -> CheckedRows:
+    """Return the rows of `files`, in their order; `whole`, with all columns.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
             names file, row (counted from 0), column, value and what is allowed.
     """
     columns = [*problem_columns(operation), *_TEXTS, _REGISTERS]
-    tables = [read(file, operation, [*columns, *_TIMES]) for file in files]
+    tables = [read(file, operation, None if whole else [*columns, *_TIMES]) for file in files]
     for file, table in zip(files, tables, strict=True):
         _check(file, table, columns, operation)
     table = pa.concat_tables(tables).combine_chunks()
@@ -236,7 +238,7 @@ _SHARDS = "rows-*.parquet"
 #: Files of `add_part`, which are read as the sampler's shards are.
 _PARTS = "part-*.parquet"
 #: Files of configs that every run measures again (`confpred.sampler.tasks`).
-_ANCHORS = "anchors-*.parquet"
+ANCHORS = "anchors-*.parquet"
 #: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
 _MOST_PARTS = 99  # of a day
@@ -254,7 +256,7 @@ def shards_in(folder: Folder, *, anchors: bool = False) -> list[File]:
     """
     if not folder.is_dir():
         raise InvalidInput("folder", str(folder), "a folder of measurements")
-    patterns = (_ANCHORS,) if anchors else (_SHARDS, _PARTS)
+    patterns = (ANCHORS,) if anchors else (_SHARDS, _PARTS)
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
@@ -263,7 +265,7 @@ def is_shard_of(file: Path, folder: Folder) -> bool:
     if not isinstance(folder, Path):
         return False
     same = file.parent.exists() and folder.exists() and file.parent.samefile(folder)
-    return same and any(file.match(pattern) for pattern in (_SHARDS, _PARTS, _ANCHORS))
+    return same and any(file.match(pattern) for pattern in (_SHARDS, _PARTS, ANCHORS))
 
 
 def read_shards(
@@ -345,7 +347,7 @@ def add_part(
         DataError: a shard or a part is damaged or of another operation, or a folder has no shards.
         StorageError: the file system refused; all parts are as they were.
     """
-    if any(path for pattern in (_SHARDS, _ANCHORS) for path in folder.glob(pattern)):
+    if any(path for pattern in (_SHARDS, ANCHORS) for path in folder.glob(pattern)):
         raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
     operation = _operation_in(folders, anchors)
     table = _joined(folders, operation, anchors)
@@ -398,7 +400,7 @@ def _joined(folders: Sequence[Folder], operation: Operation, anchors: bool) -> p
     for folder in folders:
         table = read_shards(folder, operation, schema(operation).names, anchors=anchors)
         if not table.num_rows:
-            raise DataError(f"{folder} holds no measurements ({_ANCHORS if anchors else _SHARDS})")
+            raise DataError(f"{folder} holds no measurements ({ANCHORS if anchors else _SHARDS})")
         tables.append(table)
     table = pa.concat_tables(tables).combine_chunks()  # which sorts several times as fast
     order = ["device", *problem_columns(operation), "family", "config", "time"]

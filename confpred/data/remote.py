@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, StorageError
+from confpred.files import write_whole
 
 #: A lease that was not renewed for so long is of a dead sampler.
 LEASE_S = 300.0
@@ -137,6 +138,19 @@ def folder_at(text: str) -> Folder:
     except ImportError as error:
         raise ConfpredError(f"{text} cannot be used: {error}") from error
     return RemoteFolder(text.rstrip("/"), root.rstrip("/"), fs)
+
+
+def read_bytes(file: Path | RemoteFile) -> bytes | None:
+    """Return the content, or None if there is no such file; raises as `RemoteFile.read_bytes`."""
+    return file.read_bytes() if isinstance(file, RemoteFile) or file.exists() else None
+
+
+def write_bytes(file: Path | RemoteFile, content: bytes) -> None:
+    """Write a file whole; raises a StorageError where that is refused."""
+    if isinstance(file, RemoteFile):
+        file.write_bytes(content)
+    else:
+        write_whole(file, lambda opened: opened.write(content))
 
 
 class Lease:

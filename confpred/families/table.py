@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from confpred.concurrency import Recent
 from confpred.families.batch import ProblemBatch, Workings, picked
 from confpred.families.common import kernel_step, problem_features
-from confpred.families.protocol import Array, Rows
+from confpred.families.protocol import Array, Family, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Step
@@ -23,6 +23,8 @@ from confpred.problem.operation import Step
 _Found = TypeVar("_Found")
 #: How much a table keeps of what was worked out of it, or up to twice as much.
 _KEPT = 256
+#: `legal_among` asks for so many problems at a time, of so many rows together.
+_PROBLEMS, _ROWS = 16, 640
 
 
 def crossed(*parts: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int32]:
@@ -255,3 +257,24 @@ class Shaped(Tabled):
 
 def _batch(problem: Any) -> ProblemBatch:
     return problem if isinstance(problem, ProblemBatch) else ProblemBatch([problem])
+
+
+def legal_among(
+    family: Family, problems: Sequence[Any], rows: Sequence[Rows], device: Device
+) -> list[NDArray[np.bool_]]:
+    """Return which of the `rows` of each problem `Family.legal` has, in a third of its time where
+    they are few of a large table."""
+    if not isinstance(family, Tabled):
+        return [family.legal(p, device)[own] for p, own in zip(problems, rows, strict=True)]
+    found = [np.zeros(len(own), np.bool_) for own in rows]
+    served = [i for i, problem in enumerate(problems) if family.serves(problem)]
+    step = int(np.clip(_ROWS * len(rows) // max(1, sum(map(len, rows))), 1, _PROBLEMS))
+    for start in range(0, len(served), step):
+        some = served[start : start + step]
+        table = family.table(np.unique(np.concatenate([rows[i] for i in some])))
+        legal = np.zeros((len(some), len(table.rows)), np.bool_)
+        batch, at, _ = family.offered(ProblemBatch([problems[i] for i in some]), device, table)
+        legal[0 if batch.index is None else batch.index, at] = True
+        for i, of_table in zip(some, legal, strict=True):
+            found[i] = of_table[np.searchsorted(table.rows, rows[i])]
+    return found

@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from confpred.cuda.epilogue import FILE as EPILOGUE
+from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import (
+    ROW,
     operation_in,
     problem_columns,
     read,
@@ -29,11 +31,11 @@ from confpred.data.parquet import (
 from confpred.errors import DataError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH, Rows
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, config_ids
 from confpred.model.folder import Model
-from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-from confpred.training.dataset import Dataset, Timings, measured_on, operation_of_file
+from confpred.training.dataset import Dataset, measured_on, operation_of_file
 
 #: A file may have so many rows, and so many bytes when it is unpacked.
 MOST_ROWS, MOST_BYTES = 400_000, 2**28
@@ -56,7 +58,7 @@ FAST, SLOW, PROBLEM, PYTORCHS = -0.4, 0.9, 0.35, -0.6
 #: networks that a model has never seen is.
 BEST, BEST_PYTORCHS = -0.12, -0.3
 #: Fewer times say nothing of a file as a whole, and so many of a file's problems are looked at.
-_LEAST, _LOOKED_AT = 20, 200
+_LEAST, _LOOKED_AT = 20, 150
 
 
 class Distrusted(DataError):
@@ -88,8 +90,6 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         ConfpredError: the reason for which it is refused.
     """
     operation = operation_of_file(path)
-    if operation is not CONVOLUTION:
-        raise DataError(f"measurements of {operation.name}; allowed: of {CONVOLUTION.name}")
     metadata = pq.read_metadata(path)
     unpacked = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     if not 0 < metadata.num_rows <= MOST_ROWS or unpacked > MOST_BYTES:
@@ -97,8 +97,8 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
             f"{metadata.num_rows} rows of {unpacked} bytes; allowed: 1 to {MOST_ROWS} rows of "
             f"{MOST_BYTES} bytes in all"
         )
-    checked = read_checked([path], operation)
-    table = read(path, operation)
+    checked = read_checked([path], operation, whole=True)
+    table = checked.table.drop_columns([ROW])
     keys = [*problem_columns(operation), "device", "family", "config", "source_digest"]
     times = table.filter(pc.field("status") == "ok").select([*keys, "time_ms", "run_id"])
     known = [read(file, operation) for file in controls if operation_in(file) == operation.name]
@@ -108,10 +108,10 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         data = measured_on(name, checked, operation)
         if data.skipped:
             raise DataError(f"{data.skipped} rows are of configs that are not legal on {name}")
-        _check_kernels(data, table)
         _check_bounds(data)
         if (model := models.get(name)) is not None and model.operation is operation:
             _check_expected(data, model)
+    _check_kernels(times, operation)
     others = rows_beyond(table, [reference], keys)
     return Shard(
         table.take(others),
@@ -135,19 +135,21 @@ def _check_controls(times: pa.Table, reference: pa.Table, keys: Sequence[str]) -
         )
 
 
-def _check_kernels(data: Dataset, table: pa.Table) -> None:
-    """Refuse rows of kernels that this version does not have."""
-    known = {PYTORCH: {"", identity_of(EPILOGUE)}}
-    for t in data.timings:
-        source = all_families()[t.family].launch(t.problem, int(t.rows[0])).source
-        known.setdefault(t.family, set()).add(identity_of(source))
-    timed = table.filter((pc.field("status") == "ok") & (pc.field("device") == data.device.key))
-    for row in timed.group_by(["family", "source_digest"]).aggregate([]).to_pylist():
-        digests = known.get(row["family"], set())
+def _check_kernels(times: pa.Table, operation: Operation) -> None:
+    """Refuse rows of kernels that this version does not have, by the first row of each."""
+    numbered = times.append_column(ROW, pa.array(np.arange(times.num_rows)))
+    firsts = numbered.group_by(["family", "source_digest"]).aggregate([(ROW, "min")])
+    for number in firsts[f"{ROW}_min"].to_pylist():
+        (row,) = times.slice(number, 1).to_pylist()
+        family, digests = row["family"], {"", identity_of(EPILOGUE)}
+        if family != PYTORCH:
+            problem = problem_of_row(row, operation.problem)
+            launch = all_families()[family].launch(problem, config_ids(family)[row["config"]])
+            digests = {identity_of(launch.source)}
         if row["source_digest"] not in digests:
             raise DataError(
-                f"rows of {row['family']} are of kernel {row['source_digest']!r}, which this "
-                f"version does not have; allowed: {' or '.join(sorted(digests))}"
+                f"rows of {family} are of kernel {row['source_digest']!r}, which this version does "
+                f"not have; allowed: {' or '.join(sorted(digests))}"
             )
 
 
@@ -174,14 +176,16 @@ def _check_bounds(data: Dataset) -> None:
 
 def _check_expected(data: Dataset, model: Model) -> None:
     """Refuse a file whose times, as a whole, are not those that the model in use expects."""
-    order = np.random.default_rng(len(data.timings)).permutation(len(data.timings))
-    some = [data.timings[i] for i in order[:_LOOKED_AT]]
+    problems = [*dict.fromkeys(t.problem for t in data.timings)]
+    order = np.random.default_rng(len(problems)).permutation(len(problems))
+    some = data.restricted({problems[i] for i in order[:_LOOKED_AT]})
+    found, of_pytorch = _over_expected(some, model)
     logs: dict[str, list[NDArray[np.float64]]] = {}
-    for t in some:
-        if (found := _over_expected(t, model)) is not None:
-            logs.setdefault(t.family, []).append(found)
-    of_pytorch = [np.array([log]) for log in _pytorch_over_expected(data, model).values()]
-    for family, parts in {**logs, PYTORCH: of_pytorch}.items():
+    for t, of_configs in zip(some.timings, found, strict=True):
+        if of_configs is not None:
+            logs.setdefault(t.family, []).append(of_configs)
+    theirs = [np.array([log]) for log in of_pytorch.values()]
+    for family, parts in {**logs, PYTORCH: theirs}.items():
         if sum(map(len, parts)) < _LEAST:
             continue
         median = float(np.median([np.median(part) for part in parts]))
@@ -199,29 +203,29 @@ def _check_expected(data: Dataset, model: Model) -> None:
         )
 
 
-def _over_expected(t: Timings, model: Model) -> NDArray[np.float64] | None:
-    """Return the logarithms of time over expected time; None where the model has no such family."""
-    learned = model.families.get(t.family)
-    if learned is None or not learned.serves(t.problem):
-        return None
-    rows, seconds = learned.rank(t.problem, t.device, t.rows, len(t.rows))
-    expected = np.empty(len(rows))
-    expected[np.searchsorted(t.rows, rows)] = seconds
-    found: NDArray[np.float64] = np.log(t.time_ms * 1e-3 / expected)
-    return found
-
-
-def _pytorch_over_expected(data: Dataset, model: Model) -> dict[Record, float]:
-    """Return the same of PyTorch's operator, where it was measured beside confpred's kernels."""
+def _over_expected(
+    data: Dataset, model: Model
+) -> tuple[list[NDArray[np.float64] | None], dict[Record, float]]:
+    """Return the logarithms of time over expected time: an array for each of the timings, None
+    where the model has no such family; and those of PyTorch's operator, where it was measured
+    beside confpred's kernels."""
+    logs: list[NDArray[np.float64] | None] = []
     best_s: dict[Record, float] = {}
     for t in data.timings:
-        if t.problem in data.pytorch_ms and (learned := model.families.get(t.family)) is not None:
-            _, seconds = learned.rank(t.problem, t.device, t.rows)
+        learned = model.families.get(t.family)
+        if learned is None or not learned.serves(t.problem):
+            logs.append(None)
+            continue
+        rows, seconds = learned.rank(t.problem, t.device, t.rows, len(t.rows))
+        expected = np.empty(len(rows))
+        expected[np.searchsorted(t.rows, rows)] = seconds
+        logs.append(np.log(t.time_ms * 1e-3 / expected))
+        if t.problem in data.pytorch_ms:
             best_s[t.problem] = min(best_s.get(t.problem, np.inf), float(seconds[0]))
     if model.pytorch is None or not best_s:
-        return {}
+        return logs, {}
     ratios = model.pytorch.log_ratios([*best_s], data.device).tolist()
-    return {
+    return logs, {
         problem: float(np.log(data.pytorch_ms[problem] * 1e-3 / seconds) - ratio)
         for (problem, seconds), ratio in zip(best_s.items(), ratios, strict=True)
     }
@@ -231,10 +235,11 @@ def unbelieved(data: Dataset, model: Model) -> dict[tuple[Record, str], Rows]:
     """Return, of each problem and provider, the configs whose times are so far below what `model`
     expects that they are not believed to be the best."""
     found = {}
-    for t in data.timings:
-        if (logs := _over_expected(t, model)) is not None:
+    of_timings, of_pytorch = _over_expected(data, model)
+    for t, logs in zip(data.timings, of_timings, strict=True):
+        if logs is not None:
             found[t.problem, t.family] = t.rows[logs - np.median(logs) < BEST]
-    for problem, log in _pytorch_over_expected(data, model).items():
+    for problem, log in of_pytorch.items():
         found[problem, PYTORCH] = np.flatnonzero([log < BEST_PYTORCHS])  # its only config is 0
     return found
 
@@ -251,10 +256,10 @@ def trusted(data: Dataset, model: Model) -> tuple[Dataset, int]:
     family as a whole among them. Times of other devices, and of families that the model does not
     know, are all kept."""
     kept, left_out = [], 0
+    of_timings, of_pytorch = _over_expected(data, model)
     # Without one of its providers a problem would have another best config.
-    doubted = {p for p, log in _pytorch_over_expected(data, model).items() if log < PYTORCHS}
-    for t in data.timings:
-        logs = _over_expected(t, model)
+    doubted = {problem for problem, log in of_pytorch.items() if log < PYTORCHS}
+    for t, logs in zip(data.timings, of_timings, strict=True):
         if logs is None:
             kept.append(t)
             continue

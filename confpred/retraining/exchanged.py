@@ -19,16 +19,19 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from confpred.data.parquet import operation_in, shards_in
+from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.card import CARD
 from confpred.model.folder import MEASURED, Model, load_model
 from confpred.model.rank import with_pytorch
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.record import Record
 from confpred.retraining.admission import trusted, unbelieved
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
-from confpred.training.dataset import Dataset, Timings, read_dataset
+from confpred.training.dataset import Dataset, Timings, data_files, read_dataset
 from confpred.training.fit import Hyperparameters
 from confpred.training.train import best_text, train
 
@@ -57,7 +60,7 @@ def retrain_from(
     """Train a model on measurements, and judge it by those of networks that it does not learn from.
 
     Args:
-        data: Parquet files of measurements, and folders of them.
+        data: Parquet files of measurements, and folders of them; only conv2d is learned from.
         models: those in use, by device.
         out: the folder of the new model, which is made.
         device: to train for; None where the data is of one.
@@ -69,7 +72,12 @@ def retrain_from(
         UnknownDevice: the device has no description.
         ModelError: the model in use is damaged.
     """
-    dataset, left_out = read_dataset(data, device), 0
+    files = [file for file in data_files(data) if operation_in(file) == CONVOLUTION.name]
+    if not files:
+        raise DataError(
+            f"no file has measurements of {CONVOLUTION.name}, which a model learns from"
+        )
+    dataset, left_out = read_dataset(files, device), 0
     old = models.get(dataset.device.key)
     if old is not None:
         dataset, left_out = trusted(dataset, old)
@@ -170,21 +178,29 @@ def _chosen(
 
 @contextmanager
 def measurements_at(source: str) -> Iterator[Path]:
-    """Yield a folder of the measurements at `source`: a folder, or the address of a service, whose
-    data is fetched for as long as the block lasts.
+    """Yield a folder of the measurements at `source`: a folder or its URL, or the address of a
+    service. Rows that are elsewhere are fetched for as long as the block lasts.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: it is none of these.
+        DataError: it has no measurements.
         MissingExtra: a service needs httpx.
-        ServiceError: the service does not answer, or has no measurements.
+        ServiceError: the service does not answer, or takes no measurements.
+        StorageError: the object store refused.
     """
-    if not source.startswith(("http://", "https://")):
-        if not Path(source).is_dir():
-            raise InvalidInput("from", source, "a folder, or the address of a service")
-        yield Path(source)
-        return
-    from confpred.client import transfer  # httpx is no part of the extra train
+    with TemporaryDirectory(prefix="confpred-rows-") as name:
+        rows = Path(name)
+        if source.startswith(("http://", "https://")):
+            from confpred.client import transfer  # httpx is no part of the extra train
 
-    with TemporaryDirectory(prefix="confpred-rows-") as folder:
-        transfer.fetch_rows(source, Path(folder))
-        yield Path(folder)
+            transfer.fetch_rows(source, rows)
+        elif isinstance(folder := folder_at(source), RemoteFolder):
+            for shard in shards_in(folder):
+                (rows / shard.name).write_bytes(shard.read_bytes() or b"")
+        elif folder.is_dir():
+            rows = folder
+        else:
+            raise InvalidInput("from", source, "a folder or its URL, or the address of a service")
+        if not any(rows.glob("*.parquet")):
+            raise DataError(f"{source} has no measurements (*.parquet)")
+        yield rows

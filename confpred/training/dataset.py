@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import (
+    ANCHORS,
     MEASURED_WITH,
     ROW,
     CheckedRows,
@@ -25,6 +27,7 @@ from confpred.data.parquet import (
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.protocol import PYTORCH, Rows
 from confpred.families.registry import all_families, all_operations, config_ids
+from confpred.families.table import legal_among
 from confpred.measure.timing import STATUSES
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import Operation
@@ -178,15 +181,19 @@ def measured_on(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     )
 
 
-def data_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that `read_dataset` reads.
+def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:
+    """Return the files that `read_dataset` reads: of a folder all, without the sampler's control
+    configs unless `anchors` are wanted.
 
     Raises:
         DataError: a folder holds none.
     """
     files: list[Path] = []
     for path in paths:
-        inside = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(path.glob("*.parquet"))
+            inside = [file for file in inside if anchors or not file.match(ANCHORS)]
         if not inside:
             raise DataError(f"{path} holds no .parquet files")
         files += inside
@@ -216,29 +223,32 @@ def _timings(
     time_ms, spread_ms = (timed[column].to_numpy() for column in ("time_ms", "spread_ms"))
     registers = timed["registers"].to_numpy().astype(np.int64)
 
-    # Sorted, the rows of a problem and provider lie together, and in them those of a config.
-    order = np.lexsort((number, of_name, of_problem))
+    # Sorted, the rows of a provider and problem lie together, and in them those of a config.
+    order = np.lexsort((number, of_problem, of_name))
     new = np.diff(of_problem[order]).astype(bool) | np.diff(of_name[order]).astype(bool)
+    parts = np.split(order, np.flatnonzero(new) + 1) if len(order) else []
     timings: list[Timings] = []
     pytorch_ms: dict[Record, float] = {}
     used = 0
-    for rows in np.split(order, np.flatnonzero(new) + 1) if len(order) else ():
-        index, name = of_problem[rows[0]], names[of_name[rows[0]]]
-        problem = problems[index]
+    for index, each in groupby(parts, lambda rows: of_name[rows[0]]):
+        name, groups = names[index], list(each)
+        asked = [problems[of_problem[rows[0]]] for rows in groups]
         if name == PYTORCH:
-            pytorch_ms[problem] = float(np.median(time_ms[rows]))
-            used += len(rows)
-        else:
-            legal = all_families()[name].legal(problem, device)
-            rows = rows[legal[number[rows]]]
+            pytorch_ms = {
+                p: float(np.median(time_ms[rows])) for p, rows in zip(asked, groups, strict=True)
+            }
+            used += sum(map(len, groups))
+            continue
+        ids_of = [number[rows] for rows in groups]
+        legal = legal_among(all_families()[name], asked, ids_of, device)
+        for problem, rows, kept in zip(asked, groups, legal, strict=True):
+            own, rows = networks[of_problem[rows[0]]], rows[kept]
             used += len(rows)
             if len(rows):
                 ids, starts = np.unique(number[rows], return_index=True)
                 median, spread = (_medians(c[rows], starts) for c in (time_ms, spread_ms))
                 compiled = np.maximum.reduceat(registers[rows], starts)
-                timings.append(
-                    Timings(problem, networks[index], name, ids, median, spread, device, compiled)
-                )
+                timings.append(Timings(problem, own, name, ids, median, spread, device, compiled))
     timings.sort(key=lambda t: (str(t.problem), t.family))
     return tuple(timings), pytorch_ms, timed.num_rows - used
 

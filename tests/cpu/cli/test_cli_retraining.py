@@ -23,7 +23,7 @@ from confpred.problem.conv2d import CONVOLUTION
         ),
         (("retrain", "--device", "h100"), "device='h100' is not allowed; allowed: a GPU of this"),
         (("retrain", "--suite", "none.json"), "none.json"),
-        (("retrain", "--from", "none"), "from='none' is not allowed; allowed: a folder, or the"),
+        (("retrain", "--from", "none"), "from='none' is not allowed; allowed: a folder or its URL"),
         (("drift", "--device", "cuda:x"), "device='cuda:x' is not allowed"),
         (("drift", "--count", "2"), "'--count'"),
     ],

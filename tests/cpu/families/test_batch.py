@@ -13,7 +13,7 @@ from confpred.families import common
 from confpred.families.batch import ProblemBatch
 from confpred.families.protocol import Batched
 from confpred.families.registry import all_families
-from confpred.families.table import Table, config_table
+from confpred.families.table import Table, config_table, legal_among
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 
@@ -51,6 +51,24 @@ def test_together_and_in_part_is_as_alone_and_whole(family, key):
             assert alone.tobytes() == expected.tobytes(), str(problem)
             seen += len(legal)
     assert seen > 1000
+
+
+@pytest.mark.parametrize("name", ["grouped_wgrad", "depthwise_fprop"])
+@pytest.mark.parametrize("count", [3, 400])
+def test_rows_of_many_problems_are_legal_as_those_of_one(name, count):
+    family, device, rng = all_families()[name], get_device("h100"), np.random.default_rng(0)
+    asked = [next(problems(d)) for d in ("fprop", "wgrad")]  # one of them is not served
+    asked += [p for p, _ in zip(problems(name.rpartition("_")[2]), range(40), strict=False)]
+    tables = [family.legal(problem, device) for problem in asked]
+    rows = [np.sort(rng.integers(0, len(family.configs), count)) for _ in asked]
+    for table, own in zip(tables, rows, strict=True):  # some of them are legal
+        own[::2] = np.resize(np.flatnonzero(table) if table.any() else own, len(own[::2]))
+        own.sort()
+    found = legal_among(family, asked, rows, device)
+    assert [f.tolist() for f in found] == [
+        table[own].tolist() for table, own in zip(tables, rows, strict=True)
+    ]
+    assert np.concatenate(found).any()
 
 
 @dataclass(frozen=True)

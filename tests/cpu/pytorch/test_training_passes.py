@@ -65,7 +65,7 @@ def layer(groups: int = 2, **norm) -> nn.Module:
 
 
 def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of parameters, and of their gradients; the numbers are the same to the bit."""
+    """Parameters' and gradients' alike; the numbers are the same to the bit."""
     graphs: list[list[str]] = []
     update = passes.update_in_place
 

@@ -9,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic
+from click.testing import CliRunner
 
+from confpred.cli import cli
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import schema
+from confpred.data.remote import folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.model.folder import Model, load_model
@@ -156,13 +159,39 @@ def test_a_model_is_judged_by_networks_that_are_held_out(
     assert any(pair.new_ms < 0.5 * pair.old_ms for pair in against_pytorch)
 
 
-def test_data_that_cannot_be_judged_is_refused(few_measurements: Path, tmp_path: Path) -> None:
+def test_data_that_cannot_be_judged_is_refused(
+    few_measurements: Path, tmp_path: Path, repository: Path
+) -> None:
     with pytest.raises(DataError, match=r"of 3 networks 0 are held out by their names"):
         retrain_from([few_measurements], {}, tmp_path / "model")
+    chains = next((repository / "datasets" / "chains" / "h100").glob("*.parquet"))
+    with pytest.raises(DataError, match=r"of 3 networks 0"):  # others' rows are passed over
+        retrain_from([chains, few_measurements], {}, tmp_path / "model")
+    with pytest.raises(DataError, match="no file has measurements of conv2d"):
+        retrain_from([chains], {}, tmp_path / "model")
     with (
-        pytest.raises(InvalidInput, match="a folder, or the address of a service"),
+        pytest.raises(InvalidInput, match="a folder or its URL, or the address of a service"),
         measurements_at(str(tmp_path / "none")),
     ):
         pass
-    with measurements_at(str(tmp_path)) as folder:
-        assert folder == tmp_path
+
+
+def test_measurements_are_of_a_folder_or_a_url(few_measurements: Path, tmp_path: Path) -> None:
+    own = few_measurements.parent
+    for source in (str(own), own.as_uri()):
+        with measurements_at(source) as folder:
+            assert folder == own
+    store = folder_at(f"memory://{tmp_path.name}/runs")
+    with (
+        pytest.raises(DataError, match=f"{store} has no measurements"),
+        measurements_at(str(store)),
+    ):
+        pass
+    (store / "rows-a-00000.parquet").write_bytes(few_measurements.read_bytes())
+    with measurements_at(str(store)) as folder:
+        assert read_dataset([folder]).digest == read_dataset([own]).digest
+    assert not folder.exists()
+    done = CliRunner().invoke(cli, ["retrain", "--from", str(store)])
+    assert "networks 0 are held out by their names" in str(done.exception)
+    done = CliRunner().invoke(cli, ["retrain", "--from", "moon://runs"])
+    assert "folder='moon://runs' is not allowed; allowed: a folder, or a URL" in str(done.exception)

@@ -24,7 +24,15 @@ from served import Server, eventually, head, running
 from confpred.cli import cli
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
+from confpred.data.measurements import Measurement, Run
+from confpred.data.parquet import operation_in, schema, write
+from confpred.data.remote import folder_at
 from confpred.errors import ServiceError
+from confpred.families.kernel_text import identity_of
+from confpred.families.registry import all_families
+from confpred.measure.timing import Outcome
+from confpred.problem.device import get_device
+from confpred.problem.norm import BATCH_NORM, BatchNorm
 
 PARQUET = {"content-type": "application/vnd.apache.parquet"}
 
@@ -218,7 +226,7 @@ LIES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "no operation": (lambda t: t.replace_schema_metadata({}), "which no family computes"),
     "another operation": (
         lambda t: t.replace_schema_metadata({"operation": "linear_chain"}),
-        "allowed: of conv2d",
+        "is not a whole file of measurements",
     ),
     "no rows": (lambda t: t.slice(0, 0), "allowed: 1 to"),
 }
@@ -235,6 +243,40 @@ def test_a_lie_is_quarantined_with_its_reason(
     assert reason in found["reason"]
     assert str(folder) not in found["reason"]
     assert (folder / "exchange" / "quarantine" / f"part-{found['id']}.parquet").exists()
+
+
+def norms() -> pa.Table:
+    """Return made-up times of batch norms."""
+    family, device = all_families()["batch_norm_one_pass"], get_device("h100")
+    run = Run("", "h100", "H100", "0", "13", "test")
+    rows = []
+    for c in (64, 96, 128):
+        problem = BatchNorm(32, 56, 56, c)
+        for config in np.flatnonzero(family.legal(problem, device))[:5].tolist():
+            ms = 1500 * device.roofline_s(problem)
+            digest = identity_of(family.launch(problem, config).source)
+            outcome = Outcome(config, "ok", ms, 0.01 * ms, 3)
+            rows.append(Measurement(problem, ("net",), family.name, digest, run, outcome, "now"))
+    return pa.Table.from_pylist([row.to_row() for row in rows], schema(BATCH_NORM))
+
+
+@pytest.mark.parametrize("operation", ["linear_chain", "batch_norm"])
+def test_every_operation_is_taken_and_checked(
+    server: Server, folder: Path, secrets: dict[str, str], repository: Path, operation: str
+) -> None:
+    """Times of batch norms are made up; those of linear chains are an H100's."""
+    chains = next((repository / "datasets" / "chains" / "h100").glob("*.parquet"))
+    table = norms() if operation == "batch_norm" else pq.read_table(chains)
+    table = changed(table, "run_id", lambda each: ["one of both"] * len(each))
+    found = sent(server, whole(table), secrets["write"])
+    assert (found["state"], found["rows"]) == ("admitted", table.num_rows), found
+    stored = folder / "exchange" / "admitted" / f"part-{found['id']}.parquet"
+    assert operation_in(stored) == operation
+    own = table.filter(pa.compute.not_equal(table["family"], "pytorch"))
+    for kind in ("impossible", "another kernel", "a config of another version"):
+        change, reason = LIES[kind]
+        found = sent(server, whole(change(own)), secrets["write"])
+        assert (found["state"], reason in found["reason"]) == ("quarantined", True), found
 
 
 def test_a_run_whose_control_configs_are_off_is_not_believed(
@@ -299,7 +341,12 @@ def test_nothing_acknowledged_is_lost_where_processes_are_killed(
 
 
 @pytest.mark.slow(reason="a job imports the trainer, at the system's idle priority")
-def test_uploads_and_jobs_are_counted(server: Server, secrets: dict[str, str]) -> None:
+def test_uploads_and_jobs_are_counted(
+    server: Server, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    bodies = (whole(rows.slice(50_100, 20)), b"no measurements")
+    states = [sent(server, body, secrets["admin"])["state"] for body in bodies]
+    assert states == ["admitted", "quarantined"]
     headers = {"authorization": f"Bearer {secrets['admin']}"}
     asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers).json()
     job: dict[str, Any] = {}
@@ -352,6 +399,14 @@ def test_the_client_sends(
     assert len(sent_names) == 3
     with submitting("http://127.0.0.1:9", tmp_path):  # nothing is left, so nobody is asked
         pass
+    store = folder_at(f"memory://{tmp_path.name}/runs")
+    write(rows.slice(50_060, 20), store / "rows-b-00000.parquet")
+    for _ in range(2):
+        with submitting(server.url, store):
+            pass
+    assert (store / ".submitted").read_bytes() == b"rows-b-00000.parquet"
+    upload = hashlib.sha256((store / "rows-b-00000.parquet").read_bytes() or b"").hexdigest()
+    assert became(server, upload, secrets["write"])["rows"] == 20
 
 
 def test_a_server_without_a_folder_takes_nothing(tmp_path: Path, rows: pa.Table) -> None:

@@ -8,7 +8,7 @@ import re
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +22,7 @@ from strategies import problems
 from confpred import Predictor
 from confpred.predict.explain import explain_layer
 from confpred.problem.conv2d import CHOICES, LIMITS, Problem
+from confpred.problem.device import KNOWN
 from confpred.retraining.drift import Drift
 from confpred.service import Settings, tokens
 from confpred.service.app import create_app
@@ -94,16 +95,45 @@ def test_the_form_has_all_fields_of_a_problem_with_their_ranges(client: TestClie
 
 def test_the_form_as_it_stands_asks_the_example(client: TestClient) -> None:
     """A browser sends each control's value, and a box only if it is ticked."""
-    elements = Elements(client.get("/").text)
-    sent = {str(e["name"]): e["value"] for e in elements.of("input") if e.get("type") == "text"}
-    for tag, attributes in elements.found:
-        if tag == "select":
-            select = str(attributes["name"])
-        elif tag == "option" and "selected" in attributes:
-            sent[select] = attributes["value"]
+    shown = controls(client.get("/").text).items()
+    sent = {name: value for name, value in shown if value != "false"}
     reply = client.get("/", params=sent)
     assert reply.status_code == 200
     assert f"<code>{EXAMPLE}</code> on " in reply.text
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_field_shows_the_default_that_was_asked_with(empty: str) -> None:
+    sizes = {field.name for field in fields(Problem) if field.default is MISSING}
+    defaults = Problem(1, 1, 1, 1, 1, 1, 1).to_texts() | {"device": next(iter(KNOWN)), "top": "5"}
+    optional = dict.fromkeys(defaults.keys() - sizes, empty)
+    of_h200 = Predictor({"h200": PREDICTOR.models["h200"]})  # which comes first in the form
+    with TestClient(create_app(Settings(), of_h200)) as client:
+        for query in (optional, {name: "" for name in optional if name != "top"}, {}):
+            reply = client.get("/", params={**dict.fromkeys(sizes, "4"), **query})
+            assert reply.status_code == 200
+            shown = controls(reply.text)
+            assert {name: shown[name] for name in sizes} == dict.fromkeys(sizes, "4")
+            assert {name: shown[name] for name in optional} == {n: defaults[n] for n in optional}
+            asked = Problem(4, 4, 4, 4, 4, 4, 4)
+            assert f"<code>{asked}</code> on {defaults['device']}" in reply.text
+        shown = controls(client.get("/", params={**optional, "n": "4"}).text)  # a size is missing
+        assert (shown["n"], shown["c"], shown["stride"]) == ("4", "", defaults["stride"])
+
+
+def controls(text: str) -> dict[str, str]:
+    """Return the value of each control of the form: a box's is whether it is ticked."""
+    found: dict[str, str] = {}
+    for tag, attributes in Elements(text).found:
+        if tag == "select":
+            select = str(attributes["name"])
+        elif tag == "option" and "selected" in attributes:
+            found[select] = str(attributes["value"])
+        elif tag == "input" and attributes["type"] == "checkbox":
+            found[str(attributes["name"])] = str("checked" in attributes).lower()
+        elif tag == "input":
+            found[str(attributes["name"])] = str(attributes["value"])
+    return found
 
 
 @settings(max_examples=8, deadline=None)

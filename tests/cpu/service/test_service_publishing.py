@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from confpred.cli import cli
 from confpred.client import Client
 from confpred.data.parquet import schema
 from confpred.problem.conv2d import CONVOLUTION
-from confpred.service.exchange import KEPT
+from confpred.retraining.exchanged import Outcome
+from confpred.retraining.retrain import Verdict
+from confpred.service import Settings, keeper
+from confpred.service.exchange import Exchange, published
+
+DEVICES = ("h100", "h200")
 
 
 @pytest.fixture(scope="module")
@@ -168,4 +174,36 @@ def test_a_rollback_withdraws_what_was_published(server: Server, repository: Pat
     assert "h100" not in in_use(server)
     assert not [*published.iterdir()]
     assert server.post("/v1/models/rollback").status_code == 409
-    assert KEPT == 5
+
+
+@pytest.mark.slow(reason="eight models are copied and loaded, and a server starts")
+def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of shipped models take the place of trained ones; all else is real."""
+    shipped = {device: [*(repository / "models").glob(f"{device}-*")][-1] for device in DEVICES}
+    years = iter(range(2031, 2050))
+
+    def trained(data: object, models: object, out: Path, *, device: str, say: object) -> Outcome:
+        shutil.copytree(shipped[device], out)
+        card = json.loads((out / "card.json").read_text()) | {"created": f"{next(years)}-01-01"}
+        (out / "card.json").write_text(json.dumps(card))
+        return Outcome(device, Verdict(True, "made up", 10, 3), None, 0)
+
+    monkeypatch.setattr(keeper, "retrain_from", trained)
+    shutil.copytree(shipped["h200"], tmp_path / "models" / "h200-1")
+    settings = Settings(model=str(tmp_path / "models"), exchange=str(tmp_path / "exchange"))
+    exchange = Exchange(tmp_path / "exchange")
+    for device in ("h200", *["h100"] * 7):
+        keeper.retrain(settings, exchange, exchange.add_job(device).id, device)
+    assert {job.state for job in exchange.jobs()} == {"published"}
+    kept = [(known.card.device, known.card.created[:4]) for _, known in published(exchange.folder)]
+    assert kept == [*(("h100", str(year)) for year in range(2038, 2033, -1)), ("h200", "2031")]
+    digests = [known.digest for _, known in published(exchange.folder)]
+    options = ("--model", str(settings.model), "--exchange", str(settings.exchange))
+    with running(tmp_path, *options) as server:
+        for digest, former in pairwise(digests[:5]):
+            assert in_use(server) == {"h100": digest, "h200": digests[5]}
+            assert server.post("/v1/models/rollback").json()["outcome"] == "rolled_back"
+            assert in_use(server) == {"h100": former, "h200": digests[5]}
+    assert len([*(exchange.folder / "withdrawn").iterdir()]) == 4

@@ -17,7 +17,7 @@ from confpred.errors import DataError, UnknownDevice
 from confpred.families.protocol import PYTORCH, Candidate
 from confpred.families.registry import config_words
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.training.dataset import read_dataset
+from confpred.training.dataset import data_files, read_dataset
 
 ROWS = [r for r in synthetic.rows(networks=1, configs=6) if r["networks"]]
 
@@ -175,6 +175,14 @@ def test_files_that_are_not_ours_are_named(tmp_path, make):
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(DataError, match=r"holds no \.parquet files"):
         read_dataset([tmp_path])
+
+
+def test_control_configs_of_the_sampler_teach_nothing(tmp_path):
+    for name in ("rows-1", "anchors-1", "part-1"):
+        (tmp_path / f"{name}.parquet").touch()
+    names = [file.stem for file in data_files([tmp_path])]
+    assert names == ["part-1", "rows-1"]
+    assert len(data_files([tmp_path], anchors=True)) == 3
 
 
 def test_data_of_several_devices_needs_a_choice(tmp_path):
