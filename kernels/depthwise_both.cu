@@ -16,7 +16,8 @@
 //
 //   VEC            channels of a thread: one access to memory
 //   TILE_W         input columns of a thread
-//   PACKED         the window keeps the elements as memory has them (1) or as floats (0)
+//   WINDOW         how the window of out_grad slides, and what it keeps: TURNED by renaming registers in a loop
+//                  that is unrolled, MOVED by moves, PACKED too, with the elements as memory has them
 //   FILTER_SHARED  the filter stays in shared memory (1) or in registers (0), in float32
 //   PREFETCH       steps by which both images are loaded ahead of their arithmetic, into registers
 //   MIN_BLOCKS     blocks of MAX_THREADS threads that a multiprocessor must hold: bounds the registers
@@ -47,9 +48,11 @@ enum { THREAD_FLOATS = S * VEC };  // of shared memory: a thread's sums of one f
 // Lanes of a warp read their filters at a pitch of an odd number of accesses, so that they meet no bank twice.
 constexpr int ACCESS = VEC < 4 ? VEC : 4;
 constexpr int FILTER_PITCH = (TAPS * VEC / ACCESS | 1) * ACCESS;
-// The window slides by renaming registers within an unrolled turn, and by moves from one to the next.
+// A turn of the window is unrolled as far as the instruction cache has room.
+enum { TURNED, MOVED, PACKED };
 constexpr int PRODUCTS = 2 * TAPS * TILE_W / STRIDE_W * VEC * PREFETCH;
-constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 2048 ? DEPTH : PRODUCTS <= 1024 ? 2 : 1);
+constexpr int TURN = DEPTH * PRODUCTS <= 2048 ? DEPTH : PRODUCTS <= 1024 ? 2 : 1;
+constexpr int UNROLL = PREFETCH * (WINDOW == TURNED ? TURN : 1);
 
 static_assert(TILE_W % STRIDE_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(OUT_X <= 32 && TILE_W <= 32, "validity bits are kept in one word");
@@ -62,20 +65,22 @@ static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's fil
 static_assert(THREAD_FLOATS == HOST_THREAD_FLOATS, "the host gives each thread so much shared memory");
 
 // A pixel's channels in the window.
+template <bool IS_PACKED>
 struct Pixel {
-#if PACKED
-    Vector<VEC> bits;
-    __device__ __forceinline__ void set(const Vector<VEC>& x) { bits = x; }
-    __device__ __forceinline__ void get(float (&x)[VEC]) const { bits.to_floats(x); }
-#else
     float floats[VEC];
     __device__ __forceinline__ void set(const Vector<VEC>& x) { x.to_floats(floats); }
     __device__ __forceinline__ void get(float (&x)[VEC]) const {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) x[v] = floats[v];
     }
-#endif
 };
+template <>
+struct Pixel<true> {
+    Vector<VEC> bits;
+    __device__ __forceinline__ void set(const Vector<VEC>& x) { bits = x; }
+    __device__ __forceinline__ void get(float (&x)[VEC]) const { bits.to_floats(x); }
+};
+typedef Pixel<WINDOW == PACKED> Kept;
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_both(
     Element* __restrict__ in_grad, Element* __restrict__ filter_grad, Element* __restrict__ bias_grad,
@@ -99,13 +104,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
         }
     }
     __syncthreads();
-    const float* const taps_shared = shared + lane_c * FILTER_PITCH;
+    const u32 taps_shared = shared_address(shared + lane_c * FILTER_PITCH);
     float taps[FILTER_SHARED ? 1 : TAPS][VEC] = {};
+    // Volatile: else the compiler moves all taps out of the loop, into registers.
     auto load_tap = [&](int tap, float (&f)[VEC]) {
-        const float* const from = taps_shared + tap * VEC;
-        if (ACCESS == 4) *reinterpret_cast<float4*>(f) = *reinterpret_cast<const float4*>(from);
-        else if (ACCESS == 2) *reinterpret_cast<float2*>(f) = *reinterpret_cast<const float2*>(from);
-        else f[0] = *from;
+        const u32 from = taps_shared + tap * VEC * 4;
+        if constexpr (VEC == 4)
+            asm volatile("ld.volatile.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3]) : "r"(from));
+        else if constexpr (VEC == 2)
+            asm volatile("ld.volatile.shared.v2.f32 {%0,%1}, [%2];" : "=f"(f[0]), "=f"(f[1]) : "r"(from));
+        else
+            asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(f[0]) : "r"(from));
     };
     if (!FILTER_SHARED && c0 < c)
 #pragma unroll
@@ -151,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
             }
         };
         // Each row of out_grad is new to one band, save those above the first one; columns are the same.
-        auto add_bias = [&](const Pixel (&row)[OUT_X]) {
+        auto add_bias = [&](const Kept (&row)[OUT_X]) {
 #pragma unroll
             for (int i = 0; i < OUT_X; ++i) {
                 float grad[VEC];
@@ -170,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
             load_out(ahead_out[step], step);
             load_in(ahead_in[step], step);
         }
-        Pixel window[DEPTH][OUT_X];  // row d is moved to d + 1 by the next step
+        Kept window[DEPTH][OUT_X];  // row d is moved to d + 1 by the next step
 #pragma unroll
         for (int d = 1; d < DEPTH; ++d) {
 #pragma unroll

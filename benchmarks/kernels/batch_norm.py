@@ -40,6 +40,7 @@ from confpred.families.registry import kernels_of
 from confpred.problem.device import Device, get_device
 from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec
+from confpred.problem.record import Record
 
 NAME = "batch_norm"
 #: Batch, channels, height and width, activation, whether a residual is added.
@@ -180,9 +181,7 @@ def one(
     return found | against_pytorch(problem, *best[1:], bandwidth, evict)
 
 
-def call_of(
-    family: Family, problem: BatchNorm, row: int
-) -> Callable[[Mapping[str, Any]], list[Any]]:
+def call_of(family: Family, problem: Record, row: int) -> Callable[[Mapping[str, Any]], list[Any]]:
     """Return a function from inputs by name to the outputs of one config, which are new tensors;
     its workspaces are its own, as those of one stream are."""
     import torch
@@ -192,7 +191,7 @@ def call_of(
     from confpred.cuda.driver import BoundLaunch
 
     launch, arch = family.launch(problem, row), driver.device_of(0).arch
-    operands = BATCH_NORM.operands(problem)
+    operands = family.operation.operands(problem)
     outputs = [o for o in operands if o.terms]
     names = [*(o.name for o in operands), ZEROED, SCRATCH]
     loaded = [

@@ -20,15 +20,19 @@ from confpred.problem.device import Device
 from confpred.problem.gradients import GRADIENTS
 from confpred.problem.operation import Launch
 
-_COMPILED = ("vec", "tile_w", "packed", "filter_shared", "prefetch", "min_blocks")
+_COMPILED = ("vec", "tile_w", "window", "filter_shared", "prefetch", "min_blocks")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands", "splits", "reduction")
 #: The kernel's pointers, in its order.
 OPERANDS = (
     "in_grad", "filter_grad", "bias_grad", "out_grad", "in", "filter", "zeroed", "scratch",
 )  # fmt: skip
+#: How the window of the output's gradient slides and what it keeps, as the kernel numbers it.
+TURNED, MOVED, PACKED = range(3)
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
-#: Registers of a thread up to which two blocks of the most threads fit a multiprocessor.
-_FOR_TWO_BLOCKS = 128
+#: By the blocks that a multiprocessor must hold: registers of a thread for that, and the estimates
+#: between which such a bound changes the kernel and hardly makes it spill.
+_BOUNDS = np.array((common.MAX_REGISTERS, common.MAX_REGISTERS, 128, 80))
+_LEAST, _MOST = np.array((0, 0, 112, 96)), np.array((0, common.MOST_ESTIMATED_REGISTERS, 148, 116))
 
 
 def _config_table() -> NDArray[np.void]:
@@ -36,17 +40,22 @@ def _config_table() -> NDArray[np.void]:
     rows = crossed(
         (1, 2, 4),
         (2, 4, 8),
-        (0, 1),
+        (TURNED, MOVED, PACKED),
         (0, 1),
         (1, 2),
-        (1, 2),
+        (1, 2, 3),
         (depthwise.LEAST_LANES, 32),
         (128, 256),
-        (1, 2, 4, 16),
+        (1, 4, 16),
         reductions,
     )
-    vec, tile_w = rows.T[:2]
-    return config_table(_FIELDS, rows[vec * tile_w <= 16])
+    vec, tile_w, window, filter_shared, prefetch, min_blocks = rows.T[:6]
+    # A turn of two steps each is too long a loop; packed rows are for windows that leave no room
+    # for the filter; and three blocks fit where a thread has few pixels.
+    kept = (window != TURNED) | (prefetch == 1)
+    kept &= (window != PACKED) | (filter_shared == 1)
+    kept &= (min_blocks < 3) | (vec * tile_w <= 4)
+    return config_table(_FIELDS, rows[kept & (vec * tile_w <= 16)])
 
 
 _CONFIGS = _config_table()
@@ -86,13 +95,14 @@ class DepthwiseBoth(Tabled):
     )  # fmt: skip
 
     def _handles(self, problem: Problem) -> bool:
-        window = zip(problem.padding, depthwise.dilation(problem), (problem.r, problem.s))
+        dilation, taps = depthwise.dilation(problem), (problem.r, problem.s)
+        window = zip(problem.padding, dilation, taps, strict=True)
         return (
             problem.k == problem.c
             and depthwise.handles(problem)
             and problem.filter_elements + problem.c <= common.MAX_INT
             # Beyond, no input pixel meets the first pixels of the output, which the bias needs.
-            and (not problem.bias or all(pad <= step * (taps - 1) for pad, step, taps in window))
+            and (not problem.bias or all(pad <= step * (n - 1) for pad, step, n in window))
         )
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
@@ -100,14 +110,14 @@ class DepthwiseBoth(Tabled):
         groups = problem.each(_groups)
         return (
             table.by(
-                ("vec", "filter_shared", "packed", "lanes_c"),
+                ("vec", "filter_shared", "window", "lanes_c"),
                 lambda t: (
                     depthwise.accessible(t["vec"], problem)
                     & depthwise.distinct_lanes(problem.c // t["vec"], t["lanes_c"])
                     # Registers hold small filters at no cost; large ones need shared memory.
                     & np.where(t["filter_shared"], taps * t["vec"] >= 18, taps * t["vec"] <= 50)
                     # Elements of 32 bits take as much room as floats.
-                    & ((t["packed"] == 0) | ((problem.itemsize < 4) & (t["vec"] > 1)))
+                    & ((t["window"] != PACKED) | ((problem.itemsize < 4) & (t["vec"] > 1)))
                 ),
             )
             & table.by(
@@ -129,10 +139,8 @@ class DepthwiseBoth(Tabled):
         return (
             (w.out_x <= depthwise.MAX_COLUMNS)
             & (w.sums <= MAX_SUMS)
-            & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
-            # Bounding the registers so that two blocks fit changes nothing where a thread needs
-            # few, and makes it spill where it needs many.
-            & ((t["min_blocks"] == 1) | ((w.registers > 108) & (w.registers <= 138)))
+            & (w.registers > _LEAST[t["min_blocks"]])
+            & (w.registers <= _MOST[t["min_blocks"]])
             & (w.smem_bytes <= device.smem_per_block)
             & (w.lanes <= t["threads"])
             & (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= common.MAX_INT)
@@ -196,19 +204,20 @@ class DepthwiseBoth(Tabled):
         w.blocks = w.c_tiles * t["splits"]
         ins, outs = stride_h * tile_w * vec, w.out_x * vec
         share = problem.itemsize / 4
-        w.registers = (  # an estimate
-            w.sums * np.where(t["filter_shared"], 1, 2)
-            + np.where(t["packed"], share * w.depth + 1, w.depth) * outs
-            + 2 * ins
-            + (ins + outs) * share * t["prefetch"]
-            + problem.bias * vec
-            + 32
+        ahead = share * t["prefetch"]
+        kept = np.array((1.2, 0.8, 2.0 * share))[t["window"]]
+        w.registers = (  # fitted to what the assembler reports of 200 kernels
+            w.sums * np.where(t["filter_shared"], 1.3, 1.9)
+            + (kept * w.depth + 0.9 * ahead) * outs
+            + 1.75 * ahead * ins
+            + 1.2 * problem.bias * vec
+            + 64
         ).astype(np.int64)
         # Instructions that a thread issues in one step: products, conversions, loads of the
         # filter, the window's slide, addresses, stores, and the rest.
         w.thread_step = (
             2 * w.sums * tile_w // stride_w
-            + np.where(t["packed"], problem.r, 1) * outs
+            + np.where(t["window"] == PACKED, problem.r, 1) * outs
             + 2 * ins
             + t["filter_shared"] * taps
             + 4 * (2 * stride_h * tile_w + w.out_x)
@@ -222,8 +231,7 @@ class DepthwiseBoth(Tabled):
         """Estimate seconds as that of `DepthwiseWgrad`: the larger of the times of device memory
         and of the instructions, stretched by the waste of the last wave; plus a fixed latency for
         each row that cannot be hidden, and the time of the reduction."""
-        bound = np.where(t["min_blocks"] == 2, _FOR_TWO_BLOCKS, common.MAX_REGISTERS)
-        registers = np.minimum(w.registers, bound)
+        registers = np.minimum(w.registers, _BOUNDS[t["min_blocks"]])
         occupancy = Occupancy.of(device, w.blocks, w.block_threads, registers, w.smem_bytes)
         ideal_rounds = w.tiles / (t["splits"] * w.tiles_at_once)
         rounds = np.ceil(ideal_rounds)
