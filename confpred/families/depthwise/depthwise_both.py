@@ -205,7 +205,8 @@ class DepthwiseBoth(Tabled):
         ins, outs = stride_h * tile_w * vec, w.out_x * vec
         share = problem.itemsize / 4
         ahead = share * t["prefetch"]
-        kept = np.array((1.2, 0.8, 2.0 * share))[t["window"]]
+        kept = np.where(t["window"] == TURNED, 1.2, 0.8)
+        kept = np.where(t["window"] == PACKED, 2.0 * share, kept)
         w.registers = (  # fitted to what the assembler reports of 200 kernels
             w.sums * np.where(t["filter_shared"], 1.3, 1.9)
             + (kept * w.depth + 0.9 * ahead) * outs
