@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.depthwise_both [--out FOLDER] [--seconds 85] [--configs 24]
 
 Depthwise layers of networks at batch 32 and 128, in float16 and channels last. Configs of
-`depthwise_both`, those that its estimate puts first and others evenly from the rest, are checked
-against the float64 reference and timed; so are the first kernels that the shipped model names for
-the gradient of the input, and for that of the filter. Then the best of both, the best of each of
+`depthwise_both` and `depthwise_banded_both`, those that their estimates put first and others evenly
+from the rest, are checked against the float64 reference and timed; so are the first kernels that
+the shipped model names for the gradient of the input, and for that of the filter. Then the best of both, the best of each of
 the two one after the other, and PyTorch's own backward pass are timed in the same rounds, each in a
 CUDA graph with cold caches; the first two twice, which shows the noise. Shares are those of the
 time to move every operand once at the bandwidth of a large copy.
@@ -44,7 +44,6 @@ from confpred.problem.gradients import GRADIENTS, Gradients
 from confpred.problem.operation import KernelSpec
 
 NAME = "depthwise_both"
-FAMILY = "depthwise_both"
 #: Window, stride, channels, height and width: of EfficientNet-B0, MNASNet, MobileNetV3 and
 #: ConvNeXt.
 LAYERS: tuple[tuple[int, int, int, int], ...] = (
@@ -104,7 +103,11 @@ def plan(device: Device, most: int) -> dict[str, dict[str, dict[str, list[int]]]
     predictor = Predictor.load()
     return {
         str(problem): {
-            "both": {FAMILY: rows_of(all_families()[FAMILY], problem, device, most)},
+            "both": {
+                name: rows
+                for name, family in kernels_of(problem).items()
+                if (rows := rows_of(family, problem, device, most))
+            },
             **{d: known_rows(predictor, problem.apart(d), device) for d in APART},
         }
         for problem in problems()
@@ -203,7 +206,7 @@ def one(problem: Gradients, bandwidth: float, evict: Any, job: Mapping[str, Any]
             return found | {"failed": f"no config of {direction} is right"}
         outcome, family = timed[0]
         best[direction] = call_of(family, asked, outcome.config_id)
-    say(begun=[str(problem), FAMILY, -1])
+    say(begun=[str(problem), "the best of each", -1])
     return found | compared(problem, best, bandwidth, evict)
 
 
@@ -279,7 +282,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             lines.append(f"| {r['problem']} | failed: {r.get('failed')} |")
             continue
         p, config = Gradients.parse(r["problem"]), dict(r["both"][0])
-        kept = {k: v for k, v in config.items() if k not in ("ms", "error", "family")}
+        kept = {k: v for k, v in config.items() if k not in ("ms", "error")}
         cells = [
             f"{p.n} x {p.c}, {p.h}², {p.r}x{p.s} / {p.stride[0]}", f"{r['apart_ms']:.4f}",
             f"{r['both_ms']:.4f}", f"{r['gain']:.2f}x", f"{r['pytorch_ms']:.4f}",
@@ -293,7 +296,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="default: the device's folder of results")
     parser.add_argument("--seconds", type=float, default=85.0, help="begin nothing after these")
-    parser.add_argument("--configs", type=int, default=24, help="at most so many a layer")
+    parser.add_argument(
+        "--configs", type=int, default=24, help="at most so many a layer and family"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the kernels, and stop")
     parser.add_argument("--device", default="h100", help="whose configs are compiled beforehand")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -306,6 +312,8 @@ def main() -> None:
     specs = kernels(planned)
     errors = compiled(specs, device.arch)
     print(f"{len(specs)} kernels after {time.time() - start:.0f} s", *errors, sep="\n")
+    if arguments.compile:
+        return
     job = {
         "problems": list(planned),
         "planned": planned,
