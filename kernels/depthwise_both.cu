@@ -95,7 +95,61 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
     const int c_first = c_tile * lanes_c * VEC, c0 = c_first + lane_c * VEC;
     const int tiles = lane_tile < tiles_at_once && c0 < c ? n * bands * w_tiles : 0;
 
-    {
+    // The tile that the thread is in, and what it has loaded ahead.
+    int tile = split * tiles_at_once + lane_tile, group0 = 0, groups = 0, w_tile = 0, x0 = 0, y0 = 0, q0 = 0, p0 = 0;
+    u32 in_columns = 0, out_columns = 0;
+    i64 in_image = 0, out_image = 0;
+    Vector<VEC> above[DEPTH][OUT_X], ahead_in[PREFETCH][STRIDE_H][TILE_W], ahead_out[PREFETCH][OUT_X];
+    auto load_out = [&](Vector<VEC> (&to)[OUT_X], int step) {
+        const int y = p0 + step;
+        const u32 columns = y >= 0 && y < p ? out_columns : 0;
+        const Element* const row = out_grad + out_image + (y * q + q0) * c;
+#pragma unroll
+        for (int i = 0; i < OUT_X; ++i) {
+            to[i] = {};
+            if (columns >> i & 1) to[i].load(pixel(row, i, c));
+        }
+    };
+    auto columns_of = [&](int y) { return y >= 0 && y < h ? in_columns : 0; };
+    auto load_in = [&](Vector<VEC> (&to)[STRIDE_H][TILE_W], int step) {
+#pragma unroll
+        for (int a = 0; a < STRIDE_H; ++a) {
+            const int y = y0 + STRIDE_H * step + a;
+            const u32 columns = columns_of(y);
+            const Element* const row = in + in_image + (y * w + x0) * c;
+#pragma unroll
+            for (int j = 0; j < TILE_W; ++j) {
+                to[a][j] = {};
+                if (columns >> j & 1) to[a][j].load(pixel(row, j, c));
+            }
+        }
+    };
+    // The rows above the first step's are loaded at once with those ahead, so that their latency is one.
+    auto enter_tile = [&] {
+        if (tile >= tiles) return;
+        w_tile = tile % w_tiles;
+        group0 = tile / w_tiles % bands * band_groups;
+        groups = min(band_groups, ceil_div(h + shift_h, STRIDE_H) - group0);
+        x0 = w_tile * TILE_W - shift_w, y0 = group0 * STRIDE_H - shift_h;
+        q0 = w_tile * (TILE_W / STRIDE_W) + origin_w - HALO, p0 = group0 + origin_h;
+        in_columns = out_columns = 0;
+#pragma unroll
+        for (int j = 0; j < TILE_W; ++j) in_columns |= static_cast<u32>(x0 + j >= 0 && x0 + j < w) << j;
+#pragma unroll
+        for (int i = 0; i < OUT_X; ++i) out_columns |= static_cast<u32>(q0 + i >= 0 && q0 + i < q) << i;
+        const i64 image = tile / w_tiles / bands;
+        in_image = image * h * w * c + c0, out_image = image * p * q * c + c0;
+#pragma unroll
+        for (int d = 1; d < DEPTH; ++d) load_out(above[d], -d);
+#pragma unroll
+        for (int step = 0; step < PREFETCH; ++step) {
+            load_out(ahead_out[step], step);
+            load_in(ahead_in[step], step);
+        }
+    };
+    enter_tile();
+
+    {  // while the first rows are on their way
         const int count = min(lanes_c * VEC, c - c_first) * TAPS;
         const Element* const from = filter + static_cast<i64>(c_first) * TAPS;
         for (int e = tid; e < count; e += blockDim.x) {
@@ -121,64 +175,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
         for (int tap = 0; tap < TAPS; ++tap) load_tap(tap, taps[FILTER_SHARED ? 0 : tap]);
 
     float acc[R][S][VEC] = {}, bias_acc[VEC] = {};
-    for (int tile = split * tiles_at_once + lane_tile; tile < tiles; tile += splits * tiles_at_once) {
-        const int w_tile = tile % w_tiles, group0 = tile / w_tiles % bands * band_groups;
-        const int image = tile / w_tiles / bands;
-        const int groups = min(band_groups, ceil_div(h + shift_h, STRIDE_H) - group0);
-        const int x0 = w_tile * TILE_W - shift_w, y0 = group0 * STRIDE_H - shift_h;
-        const int q0 = w_tile * (TILE_W / STRIDE_W) + origin_w - HALO, p0 = group0 + origin_h;
-        u32 in_columns = 0, out_columns = 0;
+    // Each row of out_grad is new to one band, save those above the first one; columns are the same.
+    auto add_bias = [&](const Kept (&row)[OUT_X]) {
 #pragma unroll
-        for (int j = 0; j < TILE_W; ++j) in_columns |= static_cast<u32>(x0 + j >= 0 && x0 + j < w) << j;
+        for (int i = 0; i < OUT_X; ++i) {
+            float grad[VEC];
+            row[i].get(grad);
 #pragma unroll
-        for (int i = 0; i < OUT_X; ++i) out_columns |= static_cast<u32>(q0 + i >= 0 && q0 + i < q) << i;
-        const i64 in_image = static_cast<i64>(image) * h * w * c + c0;
-        const Element* const out_image = out_grad + static_cast<i64>(image) * p * q * c + c0;
-
-        auto load_out = [&](Vector<VEC> (&to)[OUT_X], int step) {
-            const int y = p0 + step;
-            const u32 columns = y >= 0 && y < p ? out_columns : 0;
-            const Element* const row = out_image + (y * q + q0) * c;
-#pragma unroll
-            for (int i = 0; i < OUT_X; ++i) {
-                to[i] = {};
-                if (columns >> i & 1) to[i].load(pixel(row, i, c));
-            }
-        };
-        auto columns_of = [&](int y) { return y >= 0 && y < h ? in_columns : 0; };
-        auto load_in = [&](Vector<VEC> (&to)[STRIDE_H][TILE_W], int step) {
-#pragma unroll
-            for (int a = 0; a < STRIDE_H; ++a) {
-                const int y = y0 + STRIDE_H * step + a;
-                const u32 columns = columns_of(y);
-                const Element* const row = in + in_image + (y * w + x0) * c;
-#pragma unroll
-                for (int j = 0; j < TILE_W; ++j) {
-                    to[a][j] = {};
-                    if (columns >> j & 1) to[a][j].load(pixel(row, j, c));
-                }
-            }
-        };
-        // Each row of out_grad is new to one band, save those above the first one; columns are the same.
-        auto add_bias = [&](const Kept (&row)[OUT_X]) {
-#pragma unroll
-            for (int i = 0; i < OUT_X; ++i) {
-                float grad[VEC];
-                row[i].get(grad);
-#pragma unroll
-                for (int v = 0; v < VEC; ++v) bias_acc[v] += i >= HALO || w_tile == 0 ? grad[v] : 0.0f;
-            }
-        };
-
-        // The rows above the first step's are loaded at once with those ahead, so that their latency is one.
-        Vector<VEC> above[DEPTH][OUT_X], ahead_in[PREFETCH][STRIDE_H][TILE_W], ahead_out[PREFETCH][OUT_X];
-#pragma unroll
-        for (int d = 1; d < DEPTH; ++d) load_out(above[d], -d);
-#pragma unroll
-        for (int step = 0; step < PREFETCH; ++step) {
-            load_out(ahead_out[step], step);
-            load_in(ahead_in[step], step);
+            for (int v = 0; v < VEC; ++v) bias_acc[v] += i >= HALO || w_tile == 0 ? grad[v] : 0.0f;
         }
+    };
+    while (tile < tiles) {
         Kept window[DEPTH][OUT_X];  // row d is moved to d + 1 by the next step
 #pragma unroll
         for (int d = 1; d < DEPTH; ++d) {
@@ -244,6 +251,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise_
                 }
             }
         }
+        tile += splits * tiles_at_once;
+        enter_tile();
     }
 
     // The block's sums: over the threads that go through different tiles.

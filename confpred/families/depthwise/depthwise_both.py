@@ -205,14 +205,14 @@ class DepthwiseBoth(Tabled):
         ins, outs = stride_h * tile_w * vec, w.out_x * vec
         share = problem.itemsize / 4
         ahead = share * t["prefetch"]
-        kept = np.where(t["window"] == TURNED, 1.2, 0.8)
-        kept = np.where(t["window"] == PACKED, 2.0 * share, kept)
+        kept = np.where(t["window"] == TURNED, 1.5, 1.2)
+        kept = np.where(t["window"] == PACKED, 2.8 * share, kept)
         w.registers = (  # fitted to what the assembler reports of 200 kernels
-            w.sums * np.where(t["filter_shared"], 1.3, 1.9)
-            + (kept * w.depth + 0.9 * ahead) * outs
-            + 1.75 * ahead * ins
-            + 1.2 * problem.bias * vec
-            + 64
+            w.sums * np.where(t["filter_shared"], 1.5, 2.1)
+            + (kept * w.depth + 1.3 * ahead) * outs
+            + 1.9 * ahead * ins
+            + problem.bias * vec
+            + 48
         ).astype(np.int64)
         # Instructions that a thread issues in one step: products, conversions, loads of the
         # filter, the window's slide, addresses, stores, and the rest.
