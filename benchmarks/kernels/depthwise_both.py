@@ -5,10 +5,10 @@
 Depthwise layers of networks at batch 32 and 128, in float16 and channels last. Configs of
 `depthwise_both` and `depthwise_banded_both`, those that their estimates put first and others evenly
 from the rest, are checked against the float64 reference and timed; so are the first kernels that
-the shipped model names for the gradient of the input, and for that of the filter. Then the best of both, the best of each of
-the two one after the other, and PyTorch's own backward pass are timed in the same rounds, each in a
-CUDA graph with cold caches; the first two twice, which shows the noise. Shares are those of the
-time to move every operand once at the bandwidth of a large copy.
+the shipped model names for the gradient of the input, and for that of the filter. Then the best of
+both, the best of each of the two one after the other, and PyTorch's own backward pass are timed in
+the same rounds, each in a CUDA graph with cold caches; the first two twice, which shows the noise.
+Shares are those of the time to move every operand once at the bandwidth of a large copy.
 
 A process of its own measures. Where a config ends it, or takes no end, the config is named in the
 result, and another process goes on without it.
@@ -173,12 +173,15 @@ def one(problem: Gradients, bandwidth: float, evict: Any, job: Mapping[str, Any]
 
     found: dict[str, Any] = {"failures": []}
     best: dict[str, Callable[[Mapping[str, Any]], list[Any]]] = {}
+    chosen = ("", -1)
     for direction, families in job["planned"][str(problem)].items():
         asked, timed = of_direction(problem, direction), []
         for name, rows in families.items():
             family = all_families()[name]
             left_out = [row for p, f, row in job["left_out"] if (p, f) == (str(problem), name)]
             rows = [row for row in rows if row not in left_out]
+            if not rows:
+                continue
 
             def report(row: int, name: str = name) -> None:
                 say(begun=[str(problem), name, row])
@@ -206,7 +209,9 @@ def one(problem: Gradients, bandwidth: float, evict: Any, job: Mapping[str, Any]
             return found | {"failed": f"no config of {direction} is right"}
         outcome, family = timed[0]
         best[direction] = call_of(family, asked, outcome.config_id)
-    say(begun=[str(problem), "the best of each", -1])
+        if direction == "both":
+            chosen = family.name, outcome.config_id
+    say(begun=[str(problem), *chosen])  # left out if it ends the process now
     return found | compared(problem, best, bandwidth, evict)
 
 

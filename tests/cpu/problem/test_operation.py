@@ -185,7 +185,8 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
         assert list(all_families())[-1] == "scale_rows"
-        assert sorted(all_operations()) == ["batch_norm", "conv2d", "conv2d_gradients", "linear_chain", "scale"]
+        names = ["batch_norm", "conv2d", "conv2d_gradients", "linear_chain", "scale"]
+        assert sorted(all_operations()) == names
         assert list(families_of(Scaling(40))) == ["scale_rows"]
         choice = Predictor.load().choose(Scaling(40), "h100")
         assert (choice.source, choice.family, choice.config_id) == ("heuristic", "scale_rows", 0)

@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6940, "confpred": 28690, "confpred/cli": 2130, "confpred/client": 1070,
-    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 880, "confpred/families": 3900,
+    "benchmarks": 7280, "confpred": 29260, "confpred/cli": 2130, "confpred/client": 1070,
+    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 880, "confpred/families": 4370,
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
-    "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4050,
+    "confpred/problem": 1850, "confpred/products": 770, "confpred/pytorch": 4050,
     "confpred/report": 1200, "confpred/retraining": 1350, "confpred/sampler": 2180,
-    "confpred/training": 2340, "datasets": 2710, "examples": 650, "service": 4820, "tests": 35450,
+    "confpred/training": 2340, "datasets": 2710, "examples": 650, "service": 4820, "tests": 35790,
 }  # fmt: skip
-MODULES = 149  # of confpred and service together
+MODULES = 152  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8
