@@ -57,7 +57,7 @@ constexpr int UNROLL = PREFETCH * (WINDOW == TURNED ? TURN : 1);
 static_assert(TILE_W % STRIDE_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(OUT_X <= 32 && TILE_W <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/depthwise/depthwise_both.py works it out. How many lanes share a
+// Launches count on these, which confpred/families/depthwise/depthwise_both.py works out too. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(OUT_X == HOST_OUT_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
