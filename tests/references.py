@@ -47,12 +47,14 @@ def reference(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, to
     if p.direction == "fprop":
         out = F.conv2d(t["in"], t["filter"], t.get("bias"), *layer) + t.get("residual", 0)
         found = {"out": out if p.activation == "none" else getattr(F, p.activation)(out)}
-    elif p.direction == "dgrad":
-        shape = (p.n, p.c, p.h, p.w)
-        found = {"in_grad": gradients.conv2d_input(shape, t["filter"], t["out_grad"], *layer)}
     else:
+        found = {}
+    if p.direction in ("dgrad", "both"):
+        shape = (p.n, p.c, p.h, p.w)
+        found["in_grad"] = gradients.conv2d_input(shape, t["filter"], t["out_grad"], *layer)
+    if p.direction in ("wgrad", "both"):
         shape = (p.k, p.group_width, p.r, p.s)
-        found = {"filter_grad": gradients.conv2d_weight(t["in"], shape, t["out_grad"], *layer)}
+        found["filter_grad"] = gradients.conv2d_weight(t["in"], shape, t["out_grad"], *layer)
         if p.bias:
             found["bias_grad"] = t["out_grad"].sum((0, 2, 3))
     return {name: x.permute(0, 2, 3, 1) if x.dim() == 4 else x for name, x in found.items()}

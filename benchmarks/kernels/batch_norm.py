@@ -41,6 +41,7 @@ from confpred.families.registry import kernels_of
 from confpred.problem.device import Device, get_device
 from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec
+from confpred.problem.record import Record
 
 NAME = "batch_norm"
 #: Batch, channels, height and width, activation, whether a residual is added.
@@ -182,7 +183,7 @@ def one(
 
 
 def call_of(
-    family: Family, problem: BatchNorm, row: int, steps: int | None = None
+    family: Family, problem: Record, row: int, steps: int | None = None
 ) -> Callable[[Mapping[str, Any]], list[Any]]:
     """Return a function from inputs by name to the outputs of one config, or of its first `steps`,
     which are new tensors; its workspaces are its own, as those of one stream are."""
@@ -194,7 +195,7 @@ def call_of(
 
     launch, arch = family.launch(problem, row), driver.device_of(0).arch
     launch = replace(launch, steps=launch.steps[:steps])
-    operands = BATCH_NORM.operands(problem)
+    operands = family.operation.operands(problem)
     outputs = [o for o in operands if o.terms]
     names = [*(o.name for o in operands), ZEROED, SCRATCH]
     loaded = [

@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 7210, "confpred": 28870, "confpred/cli": 2150, "confpred/client": 1080,
-    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 890, "confpred/families": 3930,
+    "benchmarks": 7550, "confpred": 29440, "confpred/cli": 2150, "confpred/client": 1080,
+    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 890, "confpred/families": 4390,
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
-    "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4120,
+    "confpred/problem": 1850, "confpred/products": 770, "confpred/pytorch": 4120,
     "confpred/report": 1200, "confpred/retraining": 1370, "confpred/sampler": 2180,
-    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 35860,
+    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 36200,
 }  # fmt: skip
-MODULES = 149  # of confpred and service together
+MODULES = 152  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8
