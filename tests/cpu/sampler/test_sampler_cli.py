@@ -17,10 +17,9 @@ from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Settings, Tally
 
 
-def test_every_option_is_documented(repository):
-    text = (repository / "docs" / "sampling.md").read_text()
-    documented = re.findall(r"^\| `(--[^ `]+)", text, re.MULTILINE)
-    assert sorted(documented) == sorted(param.opts[0] for param in sample.params)
+def test_every_option_is_explained() -> None:
+    """The help is the one list of them."""
+    assert [p.name for p in sample.params if not getattr(p, "help", None)] == []
 
 
 @pytest.fixture
