@@ -9,6 +9,7 @@ import click
 
 from confpred.cli.arguments import aligned, json_option, require_packages
 from confpred.errors import InvalidInput, ModelError
+from confpred.problem.conv2d import CONVOLUTION
 
 _url = click.option("--url", help="Service to ask, such as http://127.0.0.1:8000.")
 _DIGITS = 12  # of a digest that are shown
@@ -27,9 +28,9 @@ def models() -> None:
     """
 
 
-def _here() -> list[tuple[str, Path, str, str]]:
-    """Return device, folder, digest and date of the models of this installation and user, the
-    newest first."""
+def _here() -> list[dict[str, str]]:
+    """Return name, folder, operation, device, digest and date of the models of this installation
+    and user, the newest first."""
     import hashlib
 
     from confpred.model.card import CARD, read_card
@@ -37,11 +38,13 @@ def _here() -> list[tuple[str, Path, str, str]]:
 
     found = []
     for folder in (shipped_models(), users_models()):
-        for path in folder.glob(f"*/{CARD}"):
+        for path in (*folder.glob(f"*/{CARD}"), *folder.glob(f"*/*/{CARD}")):
             text, card = read_card(path.parent)
+            facts = {name: str(card[name]) for name in ("operation", "device", "created")}
             digest = hashlib.sha256(text).hexdigest()
-            found.append((str(card["device"]), path.parent, digest, str(card["created"])))
-    return sorted(found, key=lambda each: each[3], reverse=True)
+            where = {"name": path.parent.name, "folder": str(path.parent)}
+            found.append({**where, **facts, "digest": digest})
+    return sorted(found, key=lambda each: each["created"], reverse=True)
 
 
 @models.command("list")
@@ -50,32 +53,27 @@ def _here() -> list[tuple[str, Path, str, str]]:
 def list_models(url: str | None, as_json: bool) -> None:
     """List the models of this machine, or of a service."""
     if url is None:
-        used: set[str] = set()
+        used: set[tuple[str, str]] = set()
         rows = []
-        for device, folder, digest, created in _here():
-            rows.append(
-                {
-                    "name": folder.name,
-                    "device": device,
-                    "digest": digest,
-                    "created": created,
-                    "in_use": device not in used,
-                }
-            )
-            used.add(device)
+        for each in _here():
+            key = each["operation"], each["device"]
+            shown = ("name", "operation", "device", "digest", "created")
+            rows.append({**{name: each[name] for name in shown}, "in_use": key not in used})
+            used.add(key)
     else:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at
 
-        names = ("name", "device", "digest", "created", "in_use")
+        names = ("name", "device", "digest", "created", "in_use")  # all are of convolutions
         rows = [{name: each[name] for name in names} for each in models_at(url)]
     if as_json:
         return click.echo(json.dumps(rows, indent=1))
-    table = [("model", "device", "digest", "created", "in use")]
+    table = [("model", "operation", "device", "digest", "created", "in use")]
     for row in rows:
-        shown = str(row["digest"])[:_DIGITS]
-        yes = "yes" if row["in_use"] else ""
-        table.append((str(row["name"]), str(row["device"]), shown, str(row["created"]), yes))
+        digits, yes = str(row["digest"])[:_DIGITS], "yes" if row["in_use"] else ""
+        of = str(row.get("operation", CONVOLUTION.name))
+        facts = (str(row["device"]), digits, str(row["created"]), yes)
+        table.append((str(row["name"]), of, *facts))
     return click.echo("\n".join(aligned(table)))
 
 
@@ -106,9 +104,12 @@ def pull(url: str, device: str | None, digest: str | None) -> None:
         known = ", ".join(f"{each['device']} {each['digest'][:_DIGITS]}" for each in offered)
         raise InvalidInput("digest" if digest else "device", digest or device, f"one of {known}")
     made = fetch(url, found[0]["digest"], users_models())
-    newest = next(path for name, path, *_ in _here() if name == found[0]["device"])
+    wanted = (CONVOLUTION.name, found[0]["device"])
+    newest = next(e["folder"] for e in _here() if (e["operation"], e["device"]) == wanted)
     click.echo(f"{made}: {found[0]['digest']}")
-    click.echo("in use from now on" if newest == made else f"{newest} is newer and stays in use")
+    click.echo(
+        "in use from now on" if newest == str(made) else f"{newest} is newer and stays in use"
+    )
 
 
 @models.command("verify")
@@ -122,14 +123,16 @@ def verify(url: str | None) -> None:
 
     broken: list[str] = []
     used: dict[str, str] = {}
-    for device, folder, digest, _ in _here():
+    for model in _here():
+        folder, name = Path(model["folder"]), model["name"]
         try:
             read_files(folder).check_trees(folder)
-            click.echo(f"{folder.name}: whole, {digest}")
+            click.echo(f"{name}: whole, {model['digest']}")
         except ModelError as error:
-            broken.append(folder.name)
-            click.echo(f"{folder.name}: {error}")
-        used.setdefault(device, digest)
+            broken.append(name)
+            click.echo(f"{name}: {error}")
+        if model["operation"] == CONVOLUTION.name:
+            used.setdefault(model["device"], model["digest"])
     if url is not None:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at

@@ -18,7 +18,7 @@ BUDGETS = {
     "confpred/measure": 1160, "confpred/model": 1950, "confpred/predict": 1460,
     "confpred/problem": 1850, "confpred/products": 770, "confpred/pytorch": 4120,
     "confpred/report": 1200, "confpred/retraining": 1370, "confpred/sampler": 2180,
-    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 36200,
+    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 36210,
 }  # fmt: skip
 MODULES = 152  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

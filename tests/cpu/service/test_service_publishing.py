@@ -121,6 +121,7 @@ def test_a_pull_goes_on_and_is_whole_or_not_at_all(
     assert run("models", "pull", "--url", server.url, "--digest", digest[:12]).exit_code == 0
     assert len([*models_folder.iterdir()]) == 1
     listed = json.loads(run("models", "list", "--json").output)
+    assert "linear_chain" in {m["operation"] for m in listed}
     assert [m["name"] for m in listed if m["in_use"] and m["digest"] == digest]
     assert digest[:12] in run("models", "list", "--url", server.url).output
     verified = run("models", "verify", "--url", server.url)
