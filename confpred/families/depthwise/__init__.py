@@ -8,15 +8,16 @@ axis, any padding, and any of the dtypes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.common import ATOMIC, DIRECT, TWO_KERNELS, ceil_div, sum_step
+from confpred.families.common import ATOMIC, DIRECT, MAX_INT, TWO_KERNELS, ceil_div, sum_step
 from confpred.families.protocol import Array
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Step
 
 MAX_WINDOW = 11
@@ -90,6 +91,22 @@ def lane_scalars(w: Any) -> dict[str, int]:
     return {"c_tiles": w.c_tiles, "lanes_c": w.lanes, "tiles_at_once": w.tiles_at_once}
 
 
+def worth_sharing(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
+    """Which counts of blocks that share a channel's sums are worth it, by `share_lanes`: enough for
+    half of the device, and no more than sixteen to a multiprocessor, as far as there are tiles for
+    their threads; and the kernels can count them."""
+    splits = t["splits"]
+    worth: NDArray[np.bool_] = (
+        (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= MAX_INT)
+        & (
+            (splits == 1)
+            | ((splits * w.tiles_at_once < 2 * w.tiles) & (w.blocks <= 16 * device.sm_count))
+        )
+        & ((2 * w.blocks >= device.sm_count) | (2 * splits * w.tiles_at_once >= w.tiles))
+    )
+    return worth
+
+
 def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
     """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
     the smallest limit."""
@@ -106,6 +123,9 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
 FPROP_OPERANDS = ("out", "in", "filter", "bias", "residual")
 DGRAD_OPERANDS = ("in_grad", "out_grad", "filter", "bias", "residual")
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
+BOTH_OPERANDS = (
+    "in_grad", "filter_grad", "bias_grad", "out_grad", "in", "filter", "zeroed", "scratch",
+)  # fmt: skip
 _SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
 
 

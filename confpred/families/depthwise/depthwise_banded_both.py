@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
-from confpred.families.common import Occupancy, ceil_div, macros
+from confpred.families.common import Occupancy, ceil_div
 from confpred.families.depthwise import depthwise_banded as banded
-from confpred.families.depthwise.depthwise_both import OPERANDS
+from confpred.families.depthwise.depthwise_banded_wgrad import DepthwiseBandedWgrad
 from confpred.families.protocol import Array
-from confpred.families.table import Table, Tabled, config_table, crossed
-from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
+from confpred.families.table import Table, config_table, crossed
+from confpred.problem.conv2d import Problem, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.gradients import GRADIENTS
-from confpred.problem.operation import Launch
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
@@ -59,8 +58,8 @@ def _computed_rows(problem: Problem) -> int:
     return min(max(problem.p + _padding(problem)[0], above), problem.h + problem.r - 1) - above
 
 
-class DepthwiseBandedBoth(Tabled):
-    """``kernels/depthwise_banded_both.cu``."""
+class DepthwiseBandedBoth(DepthwiseBandedWgrad):
+    """``kernels/depthwise_banded_both.cu``: blocks walk over the input, not the output."""
 
     operation = GRADIENTS
     configs = _CONFIGS
@@ -88,51 +87,23 @@ class DepthwiseBandedBoth(Tabled):
             and (not p.bias or (p.p <= p.h and p.q <= p.w and min(_padding(p)) >= 0))
         )
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        return (
-            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, problem.w))
-            & table.by(("bands",), lambda t: common.distinct_bands(problem.h, t["bands"]))
-            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
-        )
+    def _walked(self, problem: Any) -> tuple[Any, Any]:
+        return problem.h, problem.w
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
-        splits = t["splits"]
-        return (
-            banded.rules(problem, device, t, w, splits)
-            # Each block has a tile. There are blocks enough for half of the device, and no more
-            # than eight to a multiprocessor, as far as there are tiles for them.
-            & (splits <= w.tiles)
-            & ((splits == 1) | (w.blocks <= 8 * device.sm_count))
-            & ((2 * w.blocks >= device.sm_count) | (4 * splits > w.tiles))
-        )
-
-    def launch(self, problem: Problem, row: int) -> Launch:
-        p, t, w = problem, self.configs[row], self._one(problem, row)
-        splits, reduction = int(t["splits"]), int(t["reduction"])
-        defines = (
-            *macros(R=p.r, S=p.s),
-            dtype_macro(p),
-            ("HAS_BIAS", int(p.bias)),
-            *common.config_macros(t, banded.COMPILED),
-            *common.agreed_macros(**common.named(w, "threads runs smem_bytes")),
-        )
-        scalars = {
-            **kernel_sizes(p, "n c h w p q"),
-            **dict(zip(("pad_h", "pad_w"), _padding(p), strict=True)),
+    def _sizes(self, problem: Problem, w: Any) -> dict[str, int]:
+        pad_h, pad_w = _padding(problem)
+        return {
+            **kernel_sizes(problem, "n c h w p q"),
+            "pad_h": pad_h,
+            "pad_w": pad_w,
             **common.named(w, "band_rows bands"),
             "w_tiles": w.q_tiles,
             **common.named(w, "c_tiles tiles"),
-            "splits": splits,
-            "reduction": reduction,
         }
-        step = self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars)
-        return depthwise.with_sums(step, p, splits, reduction, int(w.c_tiles))
 
     def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
         r, bias, run, warp_c = problem.r, problem.bias, t["run"], t["warp_c"]
-        w = banded.cut(problem, t, problem.h, problem.w)
+        w = banded.cut(problem, t, *self._walked(problem))
         w.blocks = w.c_tiles * t["splits"]
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + 2 * banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, w.in_items + w.out_items)
@@ -195,4 +166,4 @@ class DepthwiseBandedBoth(Tabled):
         }
 
 
-FAMILIES = (DepthwiseBandedBoth("depthwise_banded_both", "both", OPERANDS),)
+FAMILIES = (DepthwiseBandedBoth("depthwise_banded_both", "both", depthwise.BOTH_OPERANDS),)

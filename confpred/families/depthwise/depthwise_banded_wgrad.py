@@ -76,10 +76,15 @@ class DepthwiseBandedWgrad(Tabled):
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
+    def _walked(self, problem: Any) -> tuple[Any, Any]:
+        """Return height and width of the image that blocks walk over."""
+        return problem.p, problem.q
+
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        height, width = self._walked(problem)
         return (
-            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, problem.q))
-            & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
+            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, width))
+            & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
@@ -96,6 +101,13 @@ class DepthwiseBandedWgrad(Tabled):
             & ((2 * w.blocks >= device.sm_count) | (4 * splits > w.tiles))
         )
 
+    def _sizes(self, problem: Problem, w: Any) -> dict[str, int]:
+        """Return the kernel's scalars that say where its blocks walk."""
+        return {
+            **kernel_sizes(problem, "n c h w p q pad_h pad_w"),
+            **common.named(w, "band_rows bands q_tiles c_tiles tiles"),
+        }
+
     def launch(self, problem: Problem, row: int) -> Launch:
         p, t, w = problem, self.configs[row], self._one(problem, row)
         splits, reduction = int(t["splits"]), int(t["reduction"])
@@ -106,18 +118,13 @@ class DepthwiseBandedWgrad(Tabled):
             *common.config_macros(t, banded.COMPILED),
             *common.agreed_macros(**common.named(w, "threads runs smem_bytes")),
         )
-        scalars = {
-            **kernel_sizes(p, "n c h w p q pad_h pad_w"),
-            **common.named(w, "band_rows bands q_tiles c_tiles tiles"),
-            "splits": splits,
-            "reduction": reduction,
-        }
+        scalars = {**self._sizes(p, w), "splits": splits, "reduction": reduction}
         step = self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars)
         return depthwise.with_sums(step, p, splits, reduction, int(w.c_tiles))
 
     def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
         r, bias, run, warp_c = problem.r, problem.bias, t["run"], t["warp_c"]
-        w = banded.cut(problem, t, problem.p, problem.q)
+        w = banded.cut(problem, t, *self._walked(problem))
         w.blocks = w.c_tiles * t["splits"]
         w.grad_items = w.out_items
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))

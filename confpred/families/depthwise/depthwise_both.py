@@ -22,10 +22,6 @@ from confpred.problem.operation import Launch
 
 _COMPILED = ("vec", "tile_w", "window", "filter_shared", "prefetch", "min_blocks")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands", "splits", "reduction")
-#: The kernel's pointers, in its order.
-OPERANDS = (
-    "in_grad", "filter_grad", "bias_grad", "out_grad", "in", "filter", "zeroed", "scratch",
-)  # fmt: skip
 #: How the window of the output's gradient slides and what it keeps, as the kernel numbers it.
 TURNED, MOVED, PACKED = range(3)
 MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
@@ -135,7 +131,6 @@ class DepthwiseBoth(Tabled):
     def _rules(
         self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
-        splits = t["splits"]
         return (
             (w.out_x <= depthwise.MAX_COLUMNS)
             & (w.sums <= MAX_SUMS)
@@ -143,14 +138,7 @@ class DepthwiseBoth(Tabled):
             & (w.registers <= _MOST[t["min_blocks"]])
             & (w.smem_bytes <= device.smem_per_block)
             & (w.lanes <= t["threads"])
-            & (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= common.MAX_INT)
-            # There are blocks enough for half of the device, and no more than sixteen to a
-            # multiprocessor, as far as there are tiles for their threads.
-            & (
-                (splits == 1)
-                | ((splits * w.tiles_at_once < 2 * w.tiles) & (w.blocks <= 16 * device.sm_count))
-            )
-            & ((2 * w.blocks >= device.sm_count) | (2 * splits * w.tiles_at_once >= w.tiles))
+            & depthwise.worth_sharing(t, w, device)
         )
 
     def launch(self, problem: Problem, row: int) -> Launch:
@@ -268,4 +256,4 @@ class DepthwiseBoth(Tabled):
         }
 
 
-FAMILIES = (DepthwiseBoth("depthwise_both", "both", OPERANDS),)
+FAMILIES = (DepthwiseBoth("depthwise_both", "both", depthwise.BOTH_OPERANDS),)

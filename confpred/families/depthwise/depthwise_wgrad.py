@@ -97,7 +97,7 @@ class DepthwiseWgrad(Tabled):
     def _rules(
         self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
-        vec, splits = t["vec"], t["splits"]
+        vec = t["vec"]
         # Filter rows of a thread if half as many threads shared a window.
         half = ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
         return (
@@ -112,14 +112,7 @@ class DepthwiseWgrad(Tabled):
             & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
             & (w.smem_bytes <= device.smem_per_block)
             & (w.lanes * w.row_groups <= t["threads"])
-            & (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= common.MAX_INT)
-            # There are blocks enough for half of the device, and no more than sixteen to a
-            # multiprocessor, as far as there are tiles for their threads.
-            & (
-                (splits == 1)
-                | ((splits * w.tiles_at_once < 2 * w.tiles) & (w.blocks <= 16 * device.sm_count))
-            )
-            & ((2 * w.blocks >= device.sm_count) | (2 * splits * w.tiles_at_once >= w.tiles))
+            & depthwise.worth_sharing(t, w, device)
         )
 
     def launch(self, problem: Problem, row: int) -> Launch:
