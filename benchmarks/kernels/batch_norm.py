@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.conv_vs_cudnn import copy_bandwidth
+from benchmarks.kernels.conv_vs_cudnn import copy_bandwidth, interleaved_ms
 from benchmarks.provenance import folder_of, provenance, write
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import kernels_of
@@ -107,11 +107,10 @@ def compile_one(spec: KernelSpec, arch: str) -> str:
     return ""
 
 
-def compiled(device: Device, most: int) -> list[str]:
-    """Compile all kernels side by side, and return the errors: NVRTC scales with processes."""
-    specs = kernels(device, most)
+def compiled(specs: Sequence[KernelSpec], arch: str) -> list[str]:
+    """Compile kernels side by side, and return the errors: NVRTC scales with processes."""
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        errors = pool.map(compile_one, specs, [device.arch] * len(specs), chunksize=4)
+        errors = pool.map(compile_one, specs, [arch] * len(specs), chunksize=4)
         return [error for error in errors if error]
 
 
@@ -219,14 +218,11 @@ def against_pytorch(
     problem: BatchNorm, family: Family, row: int, bandwidth: float, evict: Any
 ) -> dict[str, Any]:
     """Time a config twice and PyTorch's operators, in the same rounds on the same inputs."""
-    import torch
-
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
 
     say(begun=[str(problem), family.name, row])
-    device = driver.make_current(0)
     facts = driver.device_of(0)
     launches = timing.launches_a_replay(2 * facts.roofline_s(problem))
     # Two sets at least: the next launch must not find what the last one left in the L2 cache.
@@ -245,15 +241,7 @@ def against_pytorch(
     difference = float((one - other).norm() / other.norm())
     del one, other
     turns = [sets[i % len(sets)] for i in range(launches)]
-    graphs = [
-        operator.TorchGraph([lambda t=t, call=call: call(t) for t in turns])
-        for call in (theirs, ours, ours)
-    ]
-    torch.cuda.synchronize()
-    counts = [launches] * len(graphs)
-    stream = device.create_stream()
-    timed = timing.time_interleaved(device, stream, graphs, counts, 0, evict)
-    pytorch_ms, ours_ms, again_ms = (t.median_ms for t in timed)
+    pytorch_ms, ours_ms, again_ms = interleaved_ms((theirs, ours, ours), turns, evict)
     floor_ms = 1e3 * problem.passes * problem.tensor_bytes / bandwidth
     mean_ms = (ours_ms + again_ms) / 2
     return {
@@ -334,6 +322,19 @@ def watched(
     return {"results": results, "bandwidth": bandwidth, "ended": ended}
 
 
+def record(
+    name: str, found: Mapping[str, Any], summed: Any, errors: Sequence[str], out: Path | None
+) -> None:
+    """Print and write what `watched` found, with its summary and what was not compiled."""
+    results = found["results"]
+    for r in results:
+        print(*r.get("failures", ()), sep="\n", end="\n" if r.get("failures") else "")
+    print(json.dumps(summed, indent=1))
+    facts = provenance("torch", gpu=True) | {"copy_bytes_per_s": found["bandwidth"]}
+    facts |= {"summary": summed, "ended_processes": found["ended"], "not_compiled": errors}
+    print(f"written: {write(name, facts | {'layers': results}, folder_of(out))}")
+
+
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return, for each direction, speeds over PyTorch and shares of the floor."""
     found: dict[str, Any] = {}
@@ -380,8 +381,8 @@ def main() -> None:
     if arguments.work:
         work(json.loads(sys.stdin.readline()))
         return
-    start = time.time()
-    errors = compiled(get_device(arguments.device), arguments.configs)
+    start, device = time.time(), get_device(arguments.device)
+    errors = compiled(kernels(device, arguments.configs), device.arch)
     print(f"compiled in {time.time() - start:.0f} s", *errors, sep="\n")
     job = {
         "problems": [str(problem) for problem in problems()],
@@ -389,17 +390,9 @@ def main() -> None:
         "configs": arguments.configs,
     }
     found = watched(job, [sys.executable, "-m", "benchmarks.kernels.batch_norm", "--work"])
-    facts = provenance("torch", gpu=True) | {"copy_bytes_per_s": found["bandwidth"]}
     results = found["results"]
-    facts |= {"summary": summary(results), "ended_processes": found["ended"]}
     print(table(results))
-    print(json.dumps(facts["summary"], indent=1))
-    for r in results:
-        print(*r.get("failures", ()), sep="\n", end="\n" if r.get("failures") else "")
-    path = write(
-        NAME, facts | {"not_compiled": errors, "layers": results}, folder_of(arguments.out)
-    )
-    print(f"written: {path}")
+    record(NAME, found, summary(results), errors, arguments.out)
 
 
 if __name__ == "__main__":

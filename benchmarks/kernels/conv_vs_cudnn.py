@@ -203,7 +203,7 @@ def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]
 
 
 def interleaved_ms(
-    calls: Iterable[Callable[..., Any]], turns: Sequence[Mapping[str, torch.Tensor]], evict: Any
+    calls: Iterable[Callable[..., Any]], turns: Sequence[Any], evict: Any
 ) -> list[float]:
     """Median milliseconds of each of `calls` on the operands of `turns`, one graph each, timed in
     the same rounds."""

@@ -18,23 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.batch_norm import call_of, compile_one, say, watched
+from benchmarks.kernels.batch_norm import call_of, compiled, record, say, watched
 from benchmarks.kernels.conv_vs_cudnn import copy_bandwidth, interleaved_ms
-from benchmarks.provenance import folder_of, provenance, write
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import all_families, kernels_of
 from confpred.predict.predictor import Predictor
@@ -132,13 +128,6 @@ def kernels(planned: Mapping[str, Mapping[str, Mapping[str, Iterable[int]]]]) ->
             if output.terms:
                 found[GRADIENTS.reference(problem, output.name).kernel] = None
     return list(found)
-
-
-def compiled(specs: Sequence[KernelSpec], arch: str) -> list[str]:
-    """Compile kernels side by side, and return the errors: NVRTC scales with processes."""
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        errors = pool.map(compile_one, specs, [arch] * len(specs), chunksize=2)
-        return [error for error in errors if error]
 
 
 # The process that measures; it prints a line for each thing that it begins, and for each result.
@@ -325,17 +314,9 @@ def main() -> None:
         "end": start + arguments.seconds,
     }
     found = watched(job, [sys.executable, "-m", "benchmarks.kernels.depthwise_both", "--work"])
-    facts = provenance("torch", gpu=True) | {"copy_bytes_per_s": found["bandwidth"]}
     results = found["results"]
-    facts |= {"summary": summary(results), "ended_processes": found["ended"]}
     print(table(results))
-    for r in results:
-        print(*r.get("failures", ()), sep="\n", end="\n" if r.get("failures") else "")
-    print(json.dumps(facts["summary"], indent=1))
-    path = write(
-        NAME, facts | {"not_compiled": errors, "layers": results}, folder_of(arguments.out)
-    )
-    print(f"written: {path}, after {time.time() - start:.0f} s")
+    record(NAME, found, summary(results), errors, arguments.out)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.batch_norm import call_of
+from benchmarks.kernels.conv_vs_cudnn import interleaved_ms
 from benchmarks.provenance import folder_of, provenance, write
 from confpred.errors import ConfpredError
 from confpred.problem.conv2d import CONVOLUTION, Problem
@@ -121,16 +122,16 @@ def calls_of(
 
 
 def statistics_calls(norm: BatchNorm, most: int) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return configs of the first launch of a batch norm in two, which takes the statistics: one of
-    each number of blocks and lanes, as they decide."""
+    """Return configs of the first launch of a batch norm in two, which takes the statistics: `most`
+    of them, evenly from the order of their estimates."""
     import numpy as np
 
+    from confpred.cuda import driver
     from confpred.families.registry import all_families
-    from confpred.problem.device import get_device
 
-    family = all_families()["batch_norm_two_pass"]
-    rows = np.flatnonzero(family.legal(norm, get_device("h100")))
-    rows = rows[np.argsort(family.estimate_s(norm, get_device("h100"), rows))]
+    family, device = all_families()["batch_norm_two_pass"], driver.device_of(0)
+    rows = np.flatnonzero(family.legal(norm, device))
+    rows = rows[np.argsort(family.estimate_s(norm, device, rows))]
     kept = [int(row) for row in rows[:: max(1, len(rows) // most)]][:most]
     return {f"statistics {row}": call_of(family, norm, row, steps=1) for row in kept}
 
@@ -144,7 +145,6 @@ def one(problem: Problem, most: int, evict: Any) -> dict[str, Any]:
     from confpred.measure import timing
     from confpred.problem.norm import BATCH_NORM
 
-    device = driver.make_current(0)
     norm = norm_after(problem)
     launches = timing.launches_a_replay(2 * driver.device_of(0).roofline_s(problem))
     inputs = operator.operands(CONVOLUTION, problem, 2)
@@ -154,7 +154,7 @@ def one(problem: Problem, most: int, evict: Any) -> dict[str, Any]:
         "with sums": (calls_of(problem, with_sums=True, most=most), inputs),
         "statistics": (statistics_calls(norm, most), norms),
     }
-    names, graphs, errors = [], [], []
+    names, turned, errors = [], [], []
     for kind, (calls, sets) in kinds.items():
         for name, call in calls.items():
             if kind == "with sums":
@@ -162,15 +162,12 @@ def one(problem: Problem, most: int, evict: Any) -> dict[str, Any]:
                 wide = out.double()
                 wanted = torch.stack([wide.sum((0, 1, 2)), wide.square().sum((0, 1, 2))])
                 errors.append(float((sums.double() - wanted).norm() / wanted.norm()))
-            turns = [lambda t=sets[i % 2], call=call: call(t) for i in range(launches)]
-            graphs.append(operator.TorchGraph(turns))
+            turned.append(lambda i, call=call, sets=sets: call(sets[i % 2]))
             names.append((kind, name))
-    torch.cuda.synchronize()
-    counts = [launches] * len(graphs)
-    timed = timing.time_interleaved(device, device.create_stream(), graphs, counts, 0, evict)
+    times = interleaved_ms(turned, range(launches), evict)
     found: dict[str, Any] = {"problem": str(problem), "largest_error": max(errors, default=None)}
     for kind in kinds:
-        here = [(t.median_ms, name) for (k, name), t in zip(names, timed, strict=True) if k == kind]
+        here = [(ms, name) for (k, name), ms in zip(names, times, strict=True) if k == kind]
         if here:
             found[kind] = {"ms": min(here)[0], "best": min(here)[1], "plans": len(here)}
     if all(kind in found for kind in kinds):

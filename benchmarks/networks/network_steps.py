@@ -29,16 +29,12 @@ from benchmarks.networks.network_models import (
     prepared,
     step_of,
 )
+from benchmarks.networks.networks import PARTS
 
 #: Ways of running a network. ``again`` is eager once more: the two differ by the noise.
 WAYS = (
     "eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "compile+confpred",
 )  # fmt: skip
-#: Parts of `optimize` that a way does without, each a module and its function: what do they bring?
-PARTS = {
-    "without convert": ("passes", "convert_together"),
-    "without norms": ("norms", "serve"),
-}
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm; networks with random weights magnify rounding, each by another factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01

@@ -46,8 +46,12 @@ NETWORKS = (
 MODES, BATCHES = ("inference", "training"), (1, 16, 32, 128)
 WAYS = ("eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "compile+confpred")
 LEAST_S = 20  # less than this left of the budget, and no new process is started
-#: Ways that show what a part of `optimize` brings; measured where they are asked for.
-PARTS = ("without convert", "without norms")
+#: Ways that show what a part of `optimize` brings, a module and its function that they do without;
+#: measured where they are asked for.
+PARTS = {
+    "without convert": ("passes", "convert_together"),
+    "without norms": ("norms", "serve"),
+}
 KEY = ("network", "mode", "batch", "way")
 
 
