@@ -362,14 +362,14 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     """
     from confpred.families.registry import all_operations
     from confpred.model.card import KnownDevice, known_devices
-    from confpred.model.folder import shipped_models
+    from confpred.model.folder import NewestModels
     from confpred.predict.predictor import Predictor
     from confpred.problem.device import get_device
 
     models = [*Predictor.load(model).models.values()]
-    for name in all_operations():
-        if model is None and name != CONVOLUTION.name and shipped_models(name).is_dir():
-            models += Predictor.load(operation=name).models.values()
+    if model is None:
+        others = all_operations().keys() - {CONVOLUTION.name}
+        models += [m for name in sorted(others) for m in NewestModels(operation=name).values()]
     found = known_devices(sorted(models, key=lambda each: each.device.key))
     if device is not None:
         key = next((k.device.key for k in found if k.device.key == device), None)

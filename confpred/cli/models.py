@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Any
 
 import click
 
@@ -28,23 +29,39 @@ def models() -> None:
     """
 
 
-def _here() -> list[dict[str, str]]:
-    """Return name, folder, operation, device, digest and date of the models of this installation
-    and user, the newest first."""
+_SHOWN: tuple[str, ...] = ("name", "operation", "device", "digest", "created", "in_use")
+
+
+def _here() -> list[dict[str, Any]]:
+    """Return `_SHOWN` and the folder of the models of this installation and user, the newest first;
+    the newest of an operation and device is in use."""
     import hashlib
 
     from confpred.model.card import CARD, read_card
     from confpred.model.folder import shipped_models, users_models
 
-    found = []
+    found: list[dict[str, Any]] = []
     for folder in (shipped_models(), users_models()):
         for path in (*folder.glob(f"*/{CARD}"), *folder.glob(f"*/*/{CARD}")):
             text, card = read_card(path.parent)
             facts = {name: str(card[name]) for name in ("operation", "device", "created")}
             digest = hashlib.sha256(text).hexdigest()
-            where = {"name": path.parent.name, "folder": str(path.parent)}
-            found.append({**where, **facts, "digest": digest})
-    return sorted(found, key=lambda each: each["created"], reverse=True)
+            found.append(
+                facts | {"name": path.parent.name, "folder": path.parent, "digest": digest}
+            )
+    found.sort(key=lambda each: each["created"], reverse=True)
+    used: set[tuple[str, str]] = set()
+    for each in found:
+        key = each["operation"], each["device"]
+        each["in_use"] = key not in used
+        used.add(key)
+    return found
+
+
+def _by_device(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the models of convolutions that are in use."""
+    mine = (each for each in found if each["operation"] == CONVOLUTION.name)
+    return {each["device"]: each for each in mine if each["in_use"]}
 
 
 @models.command("list")
@@ -53,27 +70,21 @@ def _here() -> list[dict[str, str]]:
 def list_models(url: str | None, as_json: bool) -> None:
     """List the models of this machine, or of a service."""
     if url is None:
-        used: set[tuple[str, str]] = set()
-        rows = []
-        for each in _here():
-            key = each["operation"], each["device"]
-            shown = ("name", "operation", "device", "digest", "created")
-            rows.append({**{name: each[name] for name in shown}, "in_use": key not in used})
-            used.add(key)
+        found, names = _here(), _SHOWN
     else:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at
 
-        names = ("name", "device", "digest", "created", "in_use")  # all are of convolutions
-        rows = [{name: each[name] for name in names} for each in models_at(url)]
+        found = models_at(url)  # all are of convolutions
+        names = tuple(name for name in _SHOWN if name != "operation")
+    rows = [{name: each[name] for name in names} for each in found]
     if as_json:
         return click.echo(json.dumps(rows, indent=1))
     table = [("model", "operation", "device", "digest", "created", "in use")]
     for row in rows:
-        digits, yes = str(row["digest"])[:_DIGITS], "yes" if row["in_use"] else ""
-        of = str(row.get("operation", CONVOLUTION.name))
-        facts = (str(row["device"]), digits, str(row["created"]), yes)
-        table.append((str(row["name"]), of, *facts))
+        digits, yes = row["digest"][:_DIGITS], "yes" if row["in_use"] else ""
+        operation = row.get("operation", CONVOLUTION.name)
+        table.append((row["name"], operation, row["device"], digits, row["created"], yes))
     return click.echo("\n".join(aligned(table)))
 
 
@@ -104,12 +115,9 @@ def pull(url: str, device: str | None, digest: str | None) -> None:
         known = ", ".join(f"{each['device']} {each['digest'][:_DIGITS]}" for each in offered)
         raise InvalidInput("digest" if digest else "device", digest or device, f"one of {known}")
     made = fetch(url, found[0]["digest"], users_models())
-    wanted = (CONVOLUTION.name, found[0]["device"])
-    newest = next(e["folder"] for e in _here() if (e["operation"], e["device"]) == wanted)
+    newest = _by_device(_here())[found[0]["device"]]["folder"]
     click.echo(f"{made}: {found[0]['digest']}")
-    click.echo(
-        "in use from now on" if newest == str(made) else f"{newest} is newer and stays in use"
-    )
+    click.echo("in use from now on" if newest == made else f"{newest} is newer and stays in use")
 
 
 @models.command("verify")
@@ -122,21 +130,20 @@ def verify(url: str | None) -> None:
     from confpred.model.card import read_files
 
     broken: list[str] = []
-    used: dict[str, str] = {}
-    for model in _here():
-        folder, name = Path(model["folder"]), model["name"]
+    found = _here()
+    for model in found:
+        folder, name = model["folder"], model["name"]
         try:
             read_files(folder).check_trees(folder)
             click.echo(f"{name}: whole, {model['digest']}")
         except ModelError as error:
             broken.append(name)
             click.echo(f"{name}: {error}")
-        if model["operation"] == CONVOLUTION.name:
-            used.setdefault(model["device"], model["digest"])
     if url is not None:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at
 
+        used = {device: model["digest"] for device, model in _by_device(found).items()}
         for each in models_at(url):
             device, digest = each["device"], each["digest"]
             if each["in_use"] and used.get(device) != digest:

@@ -190,10 +190,9 @@ def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        inside = [path]
-        if path.is_dir():
-            inside = sorted(path.glob("*.parquet"))
-            inside = [file for file in inside if anchors or not file.match(ANCHORS)]
+        inside = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        if path.is_dir() and not anchors:
+            inside = [file for file in inside if not file.match(ANCHORS)]
         if not inside:
             raise DataError(f"{path} holds no .parquet files")
         files += inside
