@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 import synthetic
 
-#: Seconds: of processor time in all, and without a line where nothing else uses the processors,
-#: which is as long as a fold takes that grows 900 trees a family.
-BUDGET, SILENCE = 90.0, 15.0
+#: Seconds of processor time in all: 57 where nothing else runs, 93 beside another test, as two
+#: hardware threads share a core.
+BUDGET = 130.0
+#: Seconds without a line where nothing else uses the processors: as long as a fold takes that
+#: grows 900 trees a family.
+SILENCE = 15.0
 
 #: The demo with the constants of the words that follow, as on a machine without a GPU.
 PROGRAM = """
