@@ -36,11 +36,10 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
-#: The family's own estimate keeps so many of a problem's candidates. Then the first so many trees,
-#: which correct the most, keep so many, and all trees order these: the choice is as good as by all
-#: trees for all candidates, in a fifth of the time (decision 166).
-ESTIMATE, BY_ESTIMATE = "log_estimate", 400
-STAGES = ((8, 128), (20, 48), (60, 16))
+#: The first so many trees, which correct the most, keep so many of a problem's candidates, and all
+#: trees order the last ones: the choice is as good as by all trees for all candidates, in a
+#: twentieth of the time (decision 166).
+STAGES = ((4, 256), (20, 96), (60, 16), (200, 4))
 FINALISTS = STAGES[-1][1]
 #: Candidates, fastest first, with their expected seconds.
 Options = list[tuple[float, Candidate]]
@@ -189,42 +188,35 @@ def best_first(
     Args:
         order: regressor of the logarithm of a candidate's cost.
         pairs: the candidates; every problem has some.
-        wanted: above `FINALISTS`, those that a stage leaves out follow, as no better than the last.
+        wanted: how many, if there are as many; those that a stage leaves out follow the others, as
+            no better than the last of these.
 
     Yields:
         For each problem the places of its candidates in `pairs`, best first, and the logarithms of
         their costs, rising.
     """
     cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
-    kept, features = np.arange(len(pairs.rows)), pairs.features
-    if ESTIMATE in order.features:
-        estimate = features[:, order.features.index(ESTIMATE)]
-        kept = _first(pairs, index, kept, estimate, BY_ESTIMATE)
+    stages, kept = np.zeros(len(pairs.rows), np.intp), np.arange(len(pairs.rows))
+    found = kept
     for trees, most in (*STAGES, (None, FINALISTS)):
         # Part by part, so that a candidate's cost, a sum of parts, depends on no other candidate.
-        if wanted > FINALISTS:
-            cost += order.predict(features, done, trees)
-        else:
-            cost[kept] += order.predict(features[kept], done, trees)
+        some = pairs.features[found] if done else pairs.features
+        cost[found] += order.predict(some, done, trees)
         done = trees or done
         kept = _first(pairs, index, kept, cost, most)
-    ends = np.searchsorted(index[kept], np.arange(len(pairs.places) + 1))
-    for (start, end), (begin, stop) in zip(pairwise(ends), pairwise(pairs.bounds), strict=True):
-        first = kept[start:end]
-        if wanted <= FINALISTS:
-            yield first, cost[first]
-            continue
-        rest = np.setdiff1d(np.arange(begin, stop), first)
-        at = np.concatenate([first, rest[np.argsort(cost[rest], kind="stable")]])
+        stages[kept] += 1
+        if wanted <= most:
+            found = kept
+    found = found[np.lexsort((pairs.rows[found], cost[found], -stages[found], index[found]))]
+    ends = np.searchsorted(index[found], np.arange(1, len(pairs.places)))
+    for at in np.split(found, ends):
         yield at, np.maximum.accumulate(cost[at])
 
 
 def _first(
     pairs: Pairs, index: Rows, kept: Rows, cost: NDArray[np.floating[Any]], most: int
 ) -> Rows:
-    """Return the `most` of each problem's pairs `kept` that have the least `cost`, best first."""
-    if len(pairs.places) == 1:
-        return kept[np.lexsort((pairs.rows[kept], cost[kept]))][:most]
+    """Return the `most` of each problem's pairs `kept` that have the least `cost`."""
     kept = kept[np.lexsort((pairs.rows[kept], cost[kept], index[kept]))]
     starts = np.searchsorted(index[kept], np.arange(len(pairs.places)))
     return kept[np.arange(len(kept)) - starts[index[kept]] < most]

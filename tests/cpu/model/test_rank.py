@@ -12,9 +12,8 @@ from random_layers import problems
 from confpred.families.protocol import Candidate
 from confpred.model.folder import Model, NewestModels
 from confpred.model.rank import (
-    BY_ESTIMATE,
-    ESTIMATE,
     FINALISTS,
+    STAGES,
     Gate,
     Pairs,
     best_first,
@@ -174,25 +173,17 @@ def test_a_candidates_cost_depends_on_no_other(model, wanted):
     assert theirs.tolist() == costs.tolist()
 
 
-def test_the_estimate_leaves_out_what_is_far_behind(model):
-    """Else the trees could choose it: their first ones know nothing of it here."""
-    trees, pairs, _ = pairs_of(model)
-    ((every, _),) = best_first(trees, pairs)
-    count = BY_ESTIMATE + 3
-    features = np.repeat(pairs.features[every[:1]], count, axis=0)
-    features[:, trees.features.index(ESTIMATE)] = np.linspace(0, 1e-5, count)[::-1]
-    many = Pairs([0], [0, count], np.arange(count), features)
-    ((found, _),) = best_first(trees, many)
-    assert found.tolist() == [*range(3, 3 + FINALISTS)]
-
-
-def test_those_that_a_stage_leaves_out_come_after_the_finalists(model):
+def test_those_that_a_stage_leaves_out_come_after_the_others(model):
     trees, pairs, cost = pairs_of(model)
     ((finalists, costs),) = best_first(trees, pairs)
-    ((every, others),) = best_first(trees, pairs, FINALISTS + 1)
-    assert len(finalists) == FINALISTS < len(every) == len(pairs.rows)
-    assert every[:FINALISTS].tolist() == finalists.tolist()
-    assert others[:FINALISTS].tolist() == costs.tolist()
+    ((every, others),) = best_first(trees, pairs, 10**6)
+    assert len(finalists) == FINALISTS < STAGES[0][1] < len(every) == len(pairs.rows)
+    for _, most in STAGES:
+        for wanted in (most, most + 1):
+            ((found, theirs),) = best_first(trees, pairs, wanted)
+            assert len(found) >= wanted
+            assert found.tolist() == every[: len(found)].tolist()
+            assert theirs.tolist() == others[: len(found)].tolist()
     assert others.tolist() == sorted(others)
     assert cost[finalists] == pytest.approx(costs)
     assert min(cost) >= min(costs) - 0.05  # the best is hardly ever left out

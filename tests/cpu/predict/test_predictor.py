@@ -122,8 +122,8 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
     assert {(c.measured_on, c.confidence, c.regret_bound) for c in ranked} == {("h100", None, None)}
     learned = model.families[FAMILY.name]
-    rows, seconds = learned.rank(UNSEEN, a100, learned.legal(UNSEEN, a100))
     ours = [c for c in ranked if c.family]
+    rows, seconds = learned.rank(UNSEEN, a100, learned.legal(UNSEEN, a100), len(ours))
     assert [c.config_id for c in ours] == rows[: len(ours)].tolist()
     assert [c.predicted_ms for c in ours] == [s * 1e3 for s in seconds[: len(ours)]]
     assert set(rows) <= set(np.flatnonzero(FAMILY.legal(UNSEEN, a100)))
