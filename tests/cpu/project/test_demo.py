@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
@@ -15,12 +16,11 @@ from pathlib import Path
 import pytest
 import synthetic
 
-#: Seconds of processor time in all: 57 where nothing else runs, 93 beside another test, as two
-#: hardware threads share a core.
-BUDGET = 130.0
-#: Seconds without a line where nothing else uses the processors: as long as a fold takes that
-#: grows 900 trees a family.
-SILENCE = 15.0
+#: Seconds: of processor time in all, and without a line where nothing else uses the processors,
+#: which is as long as a fold takes that grows 900 trees a family.
+BUDGET, SILENCE = 75.0, 10.0
+#: How many times as long both may be beside another test: two hardware threads share a core.
+BESIDE = 1.75 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 
 #: The demo with the constants of the words that follow, as on a machine without a GPU.
 PROGRAM = """
@@ -130,9 +130,9 @@ def test_the_demo_on_the_committed_measurements(repository: Path) -> None:
     """It shows figures worth showing, in its time, and is never silent for long."""
     told = run(repository, ["grouped_fprop", "depthwise_fprop"])
     check(told)
-    assert told.processor <= BUDGET
+    assert told.processor <= BESIDE * BUDGET
     busy = max(1.0, told.wall / told.processor)  # others use the processors too
-    assert told.silence <= SILENCE * busy
+    assert told.silence <= SILENCE * BESIDE * busy
     for line in summary_of(told)[1:4]:
         regret = re.search(r"regret.*? (\d\.\d{3})\b", line)
         assert regret is not None, line
