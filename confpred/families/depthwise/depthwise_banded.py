@@ -17,7 +17,8 @@ blocks win where registers allow them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.protocol import Array
-from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.families.table import Shaped, Table, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -120,23 +121,32 @@ def most_registers(t: Mapping[str, Array]) -> Array:
     return np.minimum(share, common.MAX_REGISTERS)
 
 
-def fits(
-    t: Mapping[str, Array], registers: Array, smem_bytes: Array, device: Device
-) -> NDArray[np.bool_]:
-    """Which configs a multiprocessor has room for, with as many blocks as each of them asks for.
+def fits(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
+    """Which configs, of blocks `w`, a multiprocessor has room for, with as many blocks as each of
+    them asks for.
 
     With a bound on registers an eighth below what it would take, the compiler spills few or none;
     where it would take fewer anyway, the bound changes nothing.
     """
     most, blocks = most_registers(t), t["min_blocks"]
     return (
-        (registers <= 1.15 * most)
-        & ((blocks == 1) | (registers > 0.95 * most))
-        & (smem_bytes <= device.smem_per_block)
-        & (blocks * (smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
-        & (blocks * threads_of(t) <= 32 * device.warps_per_sm)
+        (w.registers <= 1.15 * most)
+        & ((blocks == 1) | (w.registers > 0.95 * most))
+        & (w.smem_bytes <= device.smem_per_block)
+        & (blocks * (w.smem_bytes + device.smem_reserved_per_block) <= device.smem_per_sm)
+        & (blocks * w.threads <= 32 * device.warps_per_sm)
         & (blocks <= device.blocks_per_sm)
     )
+
+
+def block(t: Mapping[str, Array], s: int) -> Any:
+    """Return the workings of a block for windows of width `s`: its threads and runs, the input
+    columns of a run, and what a step copies."""
+    w: Any = Workings()
+    w.threads, w.runs = threads_of(t), runs(t)
+    w.in_x = 8 * t["run"] + s - 1
+    w.in_items, w.out_items = items(t, w.in_x), items(t, 8 * t["run"])
+    return w
 
 
 def _padded_image(problem: Problem) -> int:
@@ -146,18 +156,13 @@ def _padded_image(problem: Problem) -> int:
 
 
 def cut(problem: Any, t: Mapping[str, Array], height: Any, width: Any) -> Any:
-    """Return the workings of how configs cut an image of this `height` and `width`, of what a step
-    copies, and of what the kernels hold."""
+    """Return the workings of how configs cut an image of this `height` and `width`."""
     w: Any = Workings()
-    run = t["run"]
-    w.threads, w.runs = threads_of(t), runs(t)  # of a block
-    w.in_x = 8 * run + problem.s - 1  # input columns of a run
     w.band_rows, w.bands = common.cut(height, t["bands"])
-    w.q_tiles = ceil_div(width, 8 * run)
+    w.q_tiles = ceil_div(width, 8 * t["run"])
     w.c_tiles = ceil_div(problem.c, t["block_c"])
     w.all_runs = problem.n * w.bands * w.q_tiles
-    w.tiles = ceil_div(w.all_runs, w.runs)
-    w.in_items, w.out_items = items(t, w.in_x), items(t, 8 * run)
+    w.tiles = ceil_div(w.all_runs, runs(t))
     return w
 
 
@@ -172,17 +177,15 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
     )
 
 
-def rules(
-    problem: Any, device: Device, t: Mapping[str, Array], w: Any, splits: Any = 1
-) -> NDArray[np.bool_]:
-    """Which configs fit, and can count the offsets from a block's first image in 32 bits, padding
-    included; and are less than twice as large as what they cover, or the smallest."""
-    images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
+def rules(problem: Any, t: Mapping[str, Array], w: Any, splits: Any = 1) -> NDArray[np.bool_]:
+    """Which configs can count the offsets from a block's first image in 32 bits, padding included,
+    and are less than twice as large as what they cover, or the smallest."""
+    of_block = runs(t)
+    images = ceil_div(of_block, w.q_tiles * w.bands) + 1
     return (
-        fits(t, w.registers, w.smem_bytes, device)
-        & (images * problem.each(_padded_image) <= common.MAX_INT)
+        (images * problem.each(_padded_image) <= common.MAX_INT)
         & (np.maximum(w.blocks, w.all_runs + splits * t["strips"]) <= common.MAX_INT)
-        & ((w.runs < 2 * w.all_runs) | (t["strips"] == 16))
+        & ((of_block < 2 * w.all_runs) | (t["strips"] == 16))
         & ((t["rows"] < 2 * w.band_rows) | (t["rows"] == 1))
     )
 
@@ -227,28 +230,65 @@ def _above(problem: Problem) -> int:
     return min(max(_padding(problem)[0], 0), problem.r - 1)
 
 
-class DepthwiseBanded(Tabled):
+class Banded(Shaped):
+    """Base of the families whose blocks walk over bands of an image, in strips."""
+
+    kernel_fields = COMPILED
+
+    @abstractmethod
+    def _walked(self, problem: Any) -> tuple[Any, Any]:
+        """Return height and width of the image that blocks walk over."""
+
+    @staticmethod
+    @abstractmethod
+    def _block(table: Table, r: int, s: int, bias: bool, residual: bool) -> Workings:
+        """Return the `_shape` for problems of this window and epilogue."""
+
+    def _shape(self, problem: Problem, table: Table) -> Workings:
+        return table.kept(self._block, *_shaping(problem))
+
+    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+        def fitting(p: Problem) -> NDArray[np.bool_]:
+            return table.kept(_fitting, device, self._block, *_shaping(p))
+
+        height, width = self._walked(problem)
+        return (
+            table.by(("block_c", "run"), lambda t: suited(t, problem.c, width))
+            & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
+            & problem.each_row(fitting)
+        )
+
+
+def _shaping(problem: Problem) -> tuple[int, int, bool, bool]:
+    """Return what decides the shape of blocks, besides the config."""
+    return problem.r, problem.s, problem.bias, problem.residual
+
+
+def _fitting(
+    table: Table, device: Device, block_of: Callable[..., Workings], *shaping: Any
+) -> NDArray[np.bool_]:
+    return fits(table.columns, table.kept(block_of, *shaping), device)
+
+
+class DepthwiseBanded(Banded):
     """One direction of ``kernels/depthwise_banded.cu``."""
 
     configs = _CONFIGS
     whole = Table.of(_CONFIGS)
     kernel = "depthwise_banded"
-    kernel_fields = COMPILED
     shared_features = _SHARED
 
     def _handles(self, problem: Problem) -> bool:
         return handles(problem)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        _, (height, width) = problem.each(common.image_sizes)
-        return table.by(("block_c", "run"), lambda t: suited(t, problem.c, width)) & table.by(
-            ("bands",), lambda t: common.distinct_bands(height, t["bands"])
-        )
+    def _walked(self, problem: Any) -> tuple[Any, Any]:
+        height, width = problem.each(common.image_sizes)[1]
+        return height, width
 
     def _rules(
         self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
-        return rules(problem, device, t, w)
+        return rules(problem, t, w)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, w = problem, self._one(problem, row)
@@ -269,20 +309,24 @@ class DepthwiseBanded(Tabled):
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
     def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
-        r, s, run = problem.r, problem.s, t["run"]
-        span = (s + 14) // 8
-        w = cut(problem, t, *problem.each(common.image_sizes)[1])
+        w = cut(problem, t, *self._walked(problem))
         w.blocks = w.tiles * w.c_tiles
+        return w
+
+    @staticmethod
+    def _block(table: Table, r: int, s: int, bias: bool, residual: bool) -> Workings:
+        t, span = table.columns, (s + 14) // 8
+        w, run = block(t, s), t["run"]
         planes = buffer_bytes(t, run + span - 1, span - 1) + buffer_bytes(t, run, 0)
         w.smem_bytes = 2 * planes + stage_bytes(t, w.in_items) + t["block_c"] * r * s * 2
         warp_tiles = t["warp_strips"] // 16
         fragments = t["warp_c"] * warp_tiles * t["rows"]  # of a warp and step
         # Tensor-core instructions of a warp and step.
-        w.products = fragments * r * np.where(span < 3, 1, 2)
+        w.products = fragments * r * (1 if span < 3 else 2)
         w.registers = (  # fitted to what the assembler reports of 96 kernels
             t["warp_c"] * (r * (span + 4 * warp_tiles) + warp_tiles)
             + 3 * w.in_items
-            + (13 + 8 * problem.residual) * w.out_items
+            + (13 + 8 * residual) * w.out_items
             + 29
         )
         # Instructions that a warp issues in a step.

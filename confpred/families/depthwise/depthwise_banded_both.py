@@ -65,7 +65,6 @@ class DepthwiseBandedBoth(DepthwiseBandedWgrad):
     configs = _CONFIGS
     whole = Table.of(_CONFIGS)
     kernel = "depthwise_banded_both"
-    kernel_fields = banded.COMPILED
     shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
@@ -101,14 +100,14 @@ class DepthwiseBandedBoth(DepthwiseBandedWgrad):
             **common.named(w, "c_tiles tiles"),
         }
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
-        r, bias, run, warp_c = problem.r, problem.bias, t["run"], t["warp_c"]
-        w = banded.cut(problem, t, *self._walked(problem))
-        w.blocks = w.c_tiles * t["splits"]
+    @staticmethod
+    def _block(table: Table, r: int, s: int, bias: bool, residual: bool) -> Workings:
+        t = table.columns
+        w, run, warp_c = banded.block(t, s), t["run"], t["warp_c"]
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + 2 * banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, w.in_items + w.out_items)
-        planes += t["block_c"] * r * problem.s * 2
-        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + bias)
+        planes += t["block_c"] * r * s * 2
+        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * s + bias)
         w.smem_bytes = np.maximum(planes, w.threads // 32 * 16 * 9 * 4 + 4 * sums)
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]

@@ -19,7 +19,7 @@ from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.depthwise import depthwise_banded as banded
 from confpred.families.protocol import Array
-from confpred.families.table import Table, Tabled, config_table, crossed
+from confpred.families.table import Table, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
@@ -51,13 +51,12 @@ def _lowest_row(problem: Problem) -> int:
     return max(problem.h + problem.padding[0], problem.p * problem.bias)
 
 
-class DepthwiseBandedWgrad(Tabled):
+class DepthwiseBandedWgrad(banded.Banded):
     """``kernels/depthwise_banded_wgrad.cu``."""
 
     configs = _CONFIGS
     whole = Table.of(_CONFIGS)
     kernel = "depthwise_banded_wgrad"
-    kernel_fields = banded.COMPILED
     shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
         "log_intensity",
@@ -77,23 +76,18 @@ class DepthwiseBandedWgrad(Tabled):
         )
 
     def _walked(self, problem: Any) -> tuple[Any, Any]:
-        """Return height and width of the image that blocks walk over."""
         return problem.p, problem.q
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        height, width = self._walked(problem)
-        return (
-            table.by(("block_c", "run"), lambda t: banded.suited(t, problem.c, width))
-            & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
-            & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
-        )
+        added = table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
+        return added & super()._first(problem, device, table)
 
     def _rules(
         self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
     ) -> NDArray[np.bool_]:
         splits = t["splits"]
         return (
-            banded.rules(problem, device, t, w, splits)
+            banded.rules(problem, t, w, splits)
             # Each block has a tile. There are blocks enough for half of the device, and no more
             # than eight to a multiprocessor, as far as there are tiles for them.
             & (splits <= w.tiles)
@@ -123,13 +117,18 @@ class DepthwiseBandedWgrad(Tabled):
         return depthwise.with_sums(step, p, splits, reduction, int(w.c_tiles))
 
     def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
-        r, bias, run, warp_c = problem.r, problem.bias, t["run"], t["warp_c"]
         w = banded.cut(problem, t, *self._walked(problem))
         w.blocks = w.c_tiles * t["splits"]
+        return w
+
+    @staticmethod
+    def _block(table: Table, r: int, s: int, bias: bool, residual: bool) -> Workings:
+        t = table.columns
+        w, run, warp_c = banded.block(t, s), t["run"], t["warp_c"]
         w.grad_items = w.out_items
         planes = 2 * (banded.buffer_bytes(t, run + 1, 1) + banded.buffer_bytes(t, run, 0))
         planes += banded.stage_bytes(t, w.in_items + w.grad_items)
-        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * problem.s + bias)
+        sums = t["strips"] // t["warp_strips"] * t["block_c"] * (r * s + bias)
         w.smem_bytes = np.maximum(planes, w.threads // 32 * 16 * 9 * 4 + 4 * sums)
         warp_tiles = t["warp_strips"] // 16
         fragments = warp_c * warp_tiles * t["rows"]
