@@ -76,10 +76,6 @@ class ServedPredictor(Predictor):
         self._background = PerProcess(_Background)
         self._answers_in_time = True
 
-    def knows_libraries(self, device: str | Device) -> bool:
-        """Return True: the service's models are not known here."""
-        return True
-
     def choose_many(
         self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:

@@ -21,7 +21,6 @@ from confpred.errors import InvalidInput
 from confpred.families.protocol import (
     PYTORCH_OPERATOR,
     Candidate,
-    LibraryFamily,
     first_within,
     within,
 )
@@ -188,21 +187,6 @@ class Predictor:
         """
         choices = self._answer(problem, self._device(device), check_top(top))
         return list(_accepted(choices, max_regret))
-
-    def knows_libraries(self, device: str | Device) -> bool:
-        """Whether algorithms of a library, or a plan's of dense layers, are among what is chosen
-        from on `device`: without them the answer for a dense layer is PyTorch's own operator.
-
-        Raises:
-            UnknownDevice: no description of `device` is known.
-        """
-        known = self._device(device)
-        model = self._models.get(known.key)
-        learned = () if model is None else model.families.values()
-        return any(isinstance(each.family, LibraryFamily) for each in learned) or any(
-            where == known.key and problem.grouping == "dense" and choice.family is not None
-            for (problem, where), choice in self._planned.items()
-        )
 
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate

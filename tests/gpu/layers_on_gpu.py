@@ -94,9 +94,6 @@ class PlansFirst(OneByOne):
     def within(self, limits: Limits) -> PlansFirst:
         return self if limits == self._limits else PlansFirst(limits)
 
-    def knows_libraries(self, device: str | Device) -> bool:
-        return True
-
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
     ) -> Choice:
