@@ -140,10 +140,10 @@ def fits(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
 
 
 def block(t: Mapping[str, Array], s: int) -> Any:
-    """Return the workings of a block for windows of width `s`: its threads and runs, the input
-    columns of a run, and what a step copies."""
+    """Return the workings of a block for windows of width `s`: its threads, the input columns of a
+    run, and what a step copies."""
     w: Any = Workings()
-    w.threads, w.runs = threads_of(t), runs(t)
+    w.threads = threads_of(t)
     w.in_x = 8 * t["run"] + s - 1
     w.in_items, w.out_items = items(t, w.in_x), items(t, 8 * t["run"])
     return w
@@ -158,11 +158,12 @@ def _padded_image(problem: Problem) -> int:
 def cut(problem: Any, t: Mapping[str, Array], height: Any, width: Any) -> Any:
     """Return the workings of how configs cut an image of this `height` and `width`."""
     w: Any = Workings()
+    w.runs = runs(t)  # of a block
     w.band_rows, w.bands = common.cut(height, t["bands"])
     w.q_tiles = ceil_div(width, 8 * t["run"])
     w.c_tiles = ceil_div(problem.c, t["block_c"])
     w.all_runs = problem.n * w.bands * w.q_tiles
-    w.tiles = ceil_div(w.all_runs, runs(t))
+    w.tiles = ceil_div(w.all_runs, w.runs)
     return w
 
 
@@ -180,12 +181,11 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
 def rules(problem: Any, t: Mapping[str, Array], w: Any, splits: Any = 1) -> NDArray[np.bool_]:
     """Which configs can count the offsets from a block's first image in 32 bits, padding included,
     and are less than twice as large as what they cover, or the smallest."""
-    of_block = runs(t)
-    images = ceil_div(of_block, w.q_tiles * w.bands) + 1
+    images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
     return (
         (images * problem.each(_padded_image) <= common.MAX_INT)
         & (np.maximum(w.blocks, w.all_runs + splits * t["strips"]) <= common.MAX_INT)
-        & ((of_block < 2 * w.all_runs) | (t["strips"] == 16))
+        & ((w.runs < 2 * w.all_runs) | (t["strips"] == 16))
         & ((t["rows"] < 2 * w.band_rows) | (t["rows"] == 1))
     )
 
