@@ -37,8 +37,8 @@ from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 #: The first so many trees, which correct the most, keep so many of a problem's candidates, and all
-#: trees order the last ones: the choice is as good as by all trees for all candidates, in a
-#: twentieth of the time (decision 166).
+#: trees order the last ones: the choice is nearly that of all trees for all candidates, with about
+#: a twentieth of the trees' work (decision 166).
 STAGES = ((4, 256), (20, 96), (60, 16), (200, 4))
 FINALISTS = STAGES[-1][1]
 #: Candidates, fastest first, with their expected seconds.
