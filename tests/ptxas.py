@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import re
 
-from cuda.bindings import nvrtc
 from cuda.core import Program
 
-from confpred.cuda.compiler import options, program_text
+from confpred.cuda.compiler import options, program_text, supported_archs
 from confpred.problem.operation import KernelSpec
 
 #: The oldest target that we support, the one that was measured, and the newest that NVRTC knows.
-ARCHS = ("sm_80", "sm_90a", f"sm_{max(nvrtc.nvrtcGetSupportedArchs()[1])}")
+ARCHS = ("sm_80", "sm_90a", supported_archs()[-1])
 
 
 def resources(spec: KernelSpec, arch: str) -> tuple[int, int]:

@@ -63,6 +63,16 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+@cache
+def supported_archs() -> tuple[str, ...]:
+    """Return the targets that the installed NVRTC compiles for, such as ``sm_80``, oldest first."""
+    nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    _, archs = nvrtc.nvrtcGetSupportedArchs()
+    return tuple(f"sm_{arch}" for arch in sorted(archs))
+
+
 def program_text(spec: KernelSpec) -> str:
     """Return the whole program that NVRTC is given: the config as macros, then the kernel."""
     header = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
