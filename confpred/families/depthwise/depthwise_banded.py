@@ -18,7 +18,7 @@ blocks win where registers allow them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -245,29 +245,15 @@ class Banded(Shaped):
         """Return the `_shape` for problems of this window and epilogue."""
 
     def _shape(self, problem: Problem, table: Table) -> Workings:
-        return table.kept(self._block, *_shaping(problem))
+        return table.kept(self._block, problem.r, problem.s, problem.bias, problem.residual)
 
     def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        def fitting(p: Problem) -> NDArray[np.bool_]:
-            return table.kept(_fitting, device, self._block, *_shaping(p))
-
         height, width = self._walked(problem)
         return (
             table.by(("block_c", "run"), lambda t: suited(t, problem.c, width))
             & table.by(("bands",), lambda t: common.distinct_bands(height, t["bands"]))
-            & problem.each_row(fitting)
+            & problem.each_row(lambda p: fits(table.columns, self._shape(p, table), device))
         )
-
-
-def _shaping(problem: Problem) -> tuple[int, int, bool, bool]:
-    """Return what decides the shape of blocks, besides the config."""
-    return problem.r, problem.s, problem.bias, problem.residual
-
-
-def _fitting(
-    table: Table, device: Device, block_of: Callable[..., Workings], *shaping: Any
-) -> NDArray[np.bool_]:
-    return fits(table.columns, table.kept(block_of, *shaping), device)
 
 
 class DepthwiseBanded(Banded):
