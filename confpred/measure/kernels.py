@@ -384,6 +384,7 @@ class Arena:
         for name in (*(o.name for o in outputs), SCRATCH):
             if name in self._buffers:
                 self._buffers[name].fill(_POISON, stream=self.stream)
+            self._filled.pop(name, None)  # an output here may be an input of the next problem
         if ZEROED in self._buffers:
             self._buffers[ZEROED].fill(0, stream=self.stream)
 

@@ -14,7 +14,6 @@ import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -107,12 +106,6 @@ def problem_of(
 # The operators
 
 
-@cache
-def _constant(value: float, ordinal: int) -> Tensor:
-    """Return `value` on a CUDA device; it stays there, as CUDA graphs refer to it."""
-    return torch.full((1,), value, device=torch.device("cuda", ordinal))
-
-
 def _launch(
     x: Tensor, others: Sequence[Tensor | None], vectors: Sequence[Tensor | None], call: NormCall,
     direction: str, *, residual: bool,
@@ -145,23 +138,22 @@ def _launch(
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, text: str, *,
-    in_place: bool,
+    running_mean: Tensor, running_var: Tensor, numbers: Sequence[Tensor], momentum: float,
+    eps: float, text: str, *, in_place: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics; return it, their
     mean, 1 over the root of variance and `eps`, and the new running statistics, which are written
     to `running_mean` and `running_var` where it is `in_place`. All but the first are empty for a
-    frozen one."""
+    frozen one. `numbers` are `eps` and `momentum` where kernels read them: the graph makes them, as
+    memory that outlives it would be in the pool of its CUDA graph."""
     call = NormCall.read(text)
     vectors = (weight, bias, running_mean, running_var)
     ready = _launch(x, [residual], vectors, call, "forward", residual=residual is not None)
     if ready is not None:
-        values = (eps,) if call.frozen else (eps, momentum)
-        constants = [_constant(value, x.get_device()) for value in values]
         images = [None if t is None else dense(t) for t in (x, residual)]
         homes = {} if call.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
-        found = ready.run(*images, *vectors, *constants, into=homes if direct else {})
+        found = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
         if direct:
             return tuple(found)
         out, *others = found
@@ -181,10 +173,12 @@ def forward(
 
 def backward(
     out_grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    residual: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, text: str,
+    residual: Tensor | None, mean: Tensor, invstd: Tensor, numbers: Sequence[Tensor], eps: float,
+    text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there. A frozen one takes the running statistics for `mean` and `invstd`."""
+    one that is not there. A frozen one takes the running statistics for `mean` and `invstd`, and
+    `eps` in `numbers` too."""
     call = NormCall.read(text)
     vectors = (weight, bias, mean, invstd)
     ready = _launch(
@@ -193,8 +187,7 @@ def backward(
     empty = x.new_empty(0)
     if ready is not None:
         images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
-        constants = [_constant(eps, x.get_device())] if call.frozen else []
-        found = iter(ready.run(*images, *vectors, *constants))
+        found = iter(ready.run(*images, *vectors, *numbers))
         in_grad = next(found)
         residual_grad = empty if residual is None else next(found)
         grads = (empty, empty) if weight is None else (next(found), next(found))
@@ -376,11 +369,12 @@ def serve(graph: fx.Graph, choose: choosing.Choose) -> int:
     if not layers:
         return 0
     choices = iter(choose([problem for _, problems in layers for problem in problems]))
+    numbers: dict[Any, fx.Node] = {}
     count = 0
     for layer, _ in layers:
         both = next(choices), next(choices)
         if None not in both and _gain_ms(*both) > 0.0:  # type: ignore[arg-type]
-            _replace(layer, *both)  # type: ignore[arg-type]
+            _replace(layer, *both, numbers)  # type: ignore[arg-type]
             count += 1
     graph.eliminate_dead_code()
     graph.lint()
@@ -394,7 +388,19 @@ def _gain_ms(*choices: Choice) -> float:
     return sum((c.pytorch_ms or 0.0) - (c.predicted_ms or 0.0) for c in choices)
 
 
-def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
+def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
+    """Return the node of a tensor that holds `value` and is `like` another, one for all norms."""
+    key = value, like.dtype, like.device
+    if key not in made:
+        known = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(known):
+            kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+            made[key] = graph.call_function(aten.full.default, ([1], value), kind)
+        made[key].meta["val"] = like.new_empty(1)
+    return made[key]
+
+
+def _replace(layer: _Layer, ahead: Choice, back: Choice, known: dict[Any, fx.Node]) -> None:
     norm, backward = layer.norm, layer.backward
     x, weight, bias, mean, variance, *_, momentum, eps = norm.args
     image = tuple(ahead.problem.to_json()[name] for name in "nchw")
@@ -402,8 +408,10 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
     graph, text = norm.graph, call.text()
     empty = val_of(mean).new_empty(0)
     values = [val_of(layer.out), *([empty] * 4 if layer.frozen else val_of(norm)[1:])]
+    held = (eps,) if layer.frozen else (eps, momentum)
+    numbers = [_number(value, empty, graph, known) for value in held]
     with graph.inserting_before(layer.out):
-        given = (x, weight, bias, layer.residual, mean, variance, momentum, eps, text)
+        given = (x, weight, bias, layer.residual, mean, variance, numbers, momentum, eps, text)
         new = graph.call_function(torch.ops.confpred.batch_norm.default, given)
         new.meta = norm.meta | {"val": values}
         results = [graph.call_function(operator.getitem, (new, i)) for i in range(5)]
@@ -418,7 +426,10 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice) -> None:
     residual = layer.residual if layer.activation != "none" else None
     with graph.inserting_before(backward if layer.inner is layer.grad else layer.inner):
         statistics = (mean, variance) if layer.frozen else results[1:3]
-        back_given = (layer.grad, x, weight, bias, residual, *statistics, eps, text)
+        back_given = (
+            layer.grad, x, weight, bias, residual, *statistics, numbers if layer.frozen else [],
+            eps, text,
+        )  # fmt: skip
         put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, back_given)
         of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
         made = [torch.empty_like(val_of(x)), *of_vectors, val_of(layer.inner)]

@@ -82,19 +82,21 @@ _define(
 )  # fmt: skip
 _define(
     "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor mean,"
-    " Tensor variance, float momentum, float eps, str call)"
+    " Tensor variance, Tensor[] numbers, float momentum, float eps, str call)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     partial(norms.forward, in_place=False), norms.fake_forward,
 )  # fmt: skip
 _define(
     "batch_norm_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) mean,"
-    " Tensor(b!) variance, float momentum, float eps, str call) -> (Tensor, Tensor, Tensor)",
+    " Tensor(b!) variance, Tensor[] numbers, float momentum, float eps, str call)"
+    " -> (Tensor, Tensor, Tensor)",
     lambda *given: norms.forward(*given, in_place=True)[:3],
     lambda *given: norms.fake_forward(*given)[:3],
 )
 _define(
     "batch_norm_backward(Tensor out_grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual,"
-    " Tensor mean, Tensor invstd, float eps, str call) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor mean, Tensor invstd, Tensor[] numbers, float eps, str call)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     norms.backward, norms.fake_backward,
 )  # fmt: skip
 _define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", _convert, _like)

@@ -98,6 +98,15 @@ def test_a_result_repeats_to_the_bit(family: Family, device: Device) -> None:
                 assert torch.equal(result.view(torch.uint8), first[name].view(torch.uint8)), name
 
 
+def test_what_was_an_output_before_is_an_input_of_the_problem(device: Device) -> None:
+    """A backward pass takes statistics, which a forward pass of fewer channels wrote before."""
+    for name, c in (("batch_norm_two_pass", 96), ("batch_norm_two_pass_backward", 160)):
+        family = FAMILIES[name]
+        problem = BatchNorm(4, 14, 14, c, activation="silu", direction=family.direction)
+        outcomes = check(problem, family, legal_rows(family, problem, device)[:4], ordinal=0)
+        assert [outcome.message for outcome in outcomes if outcome.status != "ok"] == []
+
+
 @every_family
 def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
     problem = BatchNorm(2, 7, 7, 24, direction=family.direction)
