@@ -17,6 +17,7 @@ DATASETS = ROOT / "datasets"
 HOLDOUT = DATASETS / "holdout"
 ANCHORS = DATASETS / "anchors"
 CHAINS = DATASETS / "chains"
+NORMS = DATASETS / "norm"
 
 
 def _commit() -> str:

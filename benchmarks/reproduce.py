@@ -25,12 +25,14 @@ from benchmarks.provenance import (
     CHAINS,
     DATASETS,
     HOLDOUT,
+    NORMS,
     ROOT,
     measured,
     measured_devices,
 )
 from confpred.model.card import CARD
 from confpred.model.folder import model_folders
+from confpred.problem.norm import BATCH_NORM
 
 CONFPRED = Path(sys.executable).with_name("confpred")
 EXAMPLE = ROOT / "examples" / "layer_norm"
@@ -58,7 +60,9 @@ def _content(path: Path) -> Any:
 
 def models() -> None:
     """Train each model of ``models/``, and the example's, again under its name."""
-    data_of = {"conv2d": DATASETS, "linear_chain": CHAINS, "layer_norm": EXAMPLE}
+    data_of = {
+        "conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "layer_norm": EXAMPLE
+    }  # fmt: skip
     found = (*ROOT.glob(f"models/*/{CARD}"), *ROOT.glob(f"models/*/*/{CARD}"))
     for card in (*sorted(found), *EXAMPLE.glob(f"*/{CARD}")):
         shipped = card.parent
@@ -80,7 +84,7 @@ def models() -> None:
 
 def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
-    where that is measured, and fill the tables of all results."""
+    where that is measured; batch norm by its hold-out alone; and fill the tables of all results."""
     newest = model_folders(ROOT / "models")
     devices = measured_devices()
     data = [measured(device) for device in devices]
@@ -93,6 +97,14 @@ def results() -> None:
         if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
+    norms = model_folders(ROOT / "models" / BATCH_NORM.name)
+    for device in measured_devices(NORMS):
+        held = ("--holdout", measured(device, HOLDOUT / "norm"), "--model", norms[device])
+        out = ROOT / "benchmarks" / "results" / device / "evaluation_norm.json"
+        data = [measured(name, NORMS) for name in measured_devices(NORMS)]
+        confpred(
+            "evaluate", *data, "--device", device, *held, "--holdout-only", "--json", out, "--force"
+        )
     for module in ("benchmarks.model.chain_choices", "benchmarks.tables"):
         subprocess.run([sys.executable, "-m", module], check=True, cwd=ROOT)
 

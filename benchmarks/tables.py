@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels import im2col_chunks, linear_chains
-from benchmarks.model.choice_tables import OF_CHOICES, Results, Rows, markdown, side_by_side
+from benchmarks.model.choice_tables import (
+    OF_CHOICES,
+    Results,
+    Rows,
+    markdown,
+    norms,
+    side_by_side,
+)
 from benchmarks.networks.network_tables import OF_NETWORKS
 
 ROOT = Path(__file__).parents[1]
@@ -226,6 +233,12 @@ def _by_device(make: Callable[[Results], str], *found: dict[str, Any]) -> str:
     return make({device.upper(): result for device, result in zip(DEVICES, found, strict=True)})
 
 
+def _of_norms(*found: dict[str, Any]) -> str:
+    names = [device.upper() for device in DEVICES]
+    choices, kernels = found[: len(names)], found[len(names) :]
+    return norms(dict(zip(names, choices, strict=True)), dict(zip(names, kernels, strict=True)))
+
+
 def _of_runs(*found: dict[str, Any] | None) -> str:
     known = zip([(device, file) for device in DEVICES for file in _RUNS], found, strict=True)
     results: dict[str, dict[str, Any]] = {device.upper(): {} for device in DEVICES}
@@ -240,6 +253,13 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "service": (("service_latency.json",), service),
         "fleet": (("fleet.json",), fleet),
         "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
+        "batch-norm": (
+            (
+                *(f"{device}/evaluation_norm.json" for device in DEVICES),
+                *(f"{device}/batch_norm.json" for device in DEVICES),
+            ),
+            _of_norms,
+        ),
         "runs": (tuple(f"{device}/{file}" for device in DEVICES for file in _RUNS), _of_runs),
     }
     | {

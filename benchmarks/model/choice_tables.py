@@ -171,6 +171,32 @@ def whole(results: Results) -> str:
 
 
 #: Table -> the function that makes it from every device's ``evaluation.json``.
+def norms(choices: Results, kernels: Results) -> str:
+    """Tabulate batch norm: the choices on its hold-out, and the fastest kernels of some layers."""
+    rows = {}
+    for device, found in choices.items():
+        held, layers = found["holdout"], kernels[device]["summary"]
+        (_, speed), (_, slower) = (next(iter(held[key].items())) for key in ("speed", "slower"))
+        rows[device] = {
+            "model": (held["model"],),
+            "problems held out": (str(held["problems"]),),
+            "regret: geomean, p95, worst": (_figures(held["ours"], ("geomean", "p95", "worst")),),
+            "best of the first 3, of the first 8": (_figures(held["first"], ("3", "8")),),
+            "over PyTorch's operators, > 5 % slower": (f"{speed:.2f}x, {slower}",),
+        }
+        for direction, part in layers.items():
+            name = f"{part['layers']} layers, {direction}"
+            speeds = f"{part['speedup']:.2f}x, {part['least']:.2f}x"
+            rows[device][f"{name}: over PyTorch's, least"] = (speeds,)
+            shares = f"{part['share']:.2f}, {part['least_share']:.2f}"
+            rows[device][f"{name}: share of the bytes' floor, least"] = (shares,)
+    return side_by_side("figure", ("",), rows)
+
+
+def _figures(found: Mapping[str, float], keys: Sequence[str]) -> str:
+    return ", ".join(f"{found[key]:.3f}" for key in keys)
+
+
 OF_CHOICES: dict[str, Callable[[Results], str]] = {
     "holdout": holdout,
     "holdout-answers": answers,

@@ -9,6 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+#: Begins a way that leaves out a part of `optimize`.
+WITHOUT = "without "
+PARTS = {"norms": "batch norm by confpred", "convert": "casts by one call"}
 Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 Row = dict[str, Any]
 MODES = ("inference", "training")
@@ -49,6 +52,25 @@ def _filled(
     kept = [i for i in range(len(heads)) if any(row[i] for row in whole)]
     cut = [[row[i] for i in kept] for row in whole]
     return markdown([heads[i] for i in kept], cut) if whole else ""
+
+
+def parts(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate what a part of `optimize` brings: the GPU time of a step without it, over that with
+    it."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for name, group in _groups(result["rows"]):
+        whole = {row["network"]: row.get("graph_ms") for row in group if row["way"] == "optimize"}
+        for row in group:
+            if row["way"].startswith(WITHOUT) and row.get("graph_ms"):
+                gain = row["graph_ms"] / whole[row["network"]]
+                found.setdefault((row["way"].removeprefix(WITHOUT), name), []).append(gain)
+    heads = ("part", "step, batch", "networks", "gain: geomean", "least", "most")
+    rows = [
+        (PARTS.get(part, part), name, str(len(gains)),
+         *(f"{f(gains):.3f}x" for f in (statistics.geometric_mean, min, max)))
+        for (part, name), gains in sorted(found.items())
+    ]  # fmt: skip
+    return markdown(heads, rows)
 
 
 def per_network(result: dict[str, Any], markdown: Markdown) -> str:
@@ -189,6 +211,7 @@ def fused_operators(result: dict[str, Any], markdown: Markdown) -> str:
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks": (("networks.json",), summary),
     "networks-each": (("networks.json",), per_network),
+    "networks-parts": (("networks.json",), parts),
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "captured-networks": (("captured_networks.json",), captured),
     "fused-operators": (("pytorch_epilogues.json",), fused_operators),

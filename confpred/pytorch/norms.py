@@ -49,7 +49,8 @@ _BACKWARD: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hardswish": (aten.hardswish_backward.default, ()),
     "relu6": (aten.hardtanh_backward.default, (0.0, 6.0)),
 }
-_ALIASES = (aten.alias.default, aten.detach.default)
+#: What an activation in place saves is a clone.
+_ALIASES = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +269,16 @@ class _Layer:
 
 def layers_of(graph: fx.Graph) -> list[_Layer]:
     """Return the batch norms of a joint graph that one operator a direction can compute."""
-    found = (_layer(node) for node in graph.find_nodes(op="call_function", target=_NORM_BACKWARD))
-    return [layer for layer in found if layer is not None]
+    found: list[_Layer] = []
+    for node in graph.find_nodes(op="call_function", target=_NORM_BACKWARD):
+        layer = _layer(node, found)
+        found += [] if layer is None else [layer]
+    return found
 
 
-def _layer(backward: fx.Node) -> _Layer | None:
+def _layer(backward: fx.Node, others: Sequence[_Layer]) -> _Layer | None:
+    """Return the layer of a gradient; without what follows where that is part of one of `others`,
+    as where two norms are added."""
     grad, x, weight, _, _, mean, _, training, _, mask = backward.args
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
     if norm is None or norm.target not in (_NORM, _FROZEN):
@@ -294,7 +300,10 @@ def _layer(backward: fx.Node) -> _Layer | None:
     items = {item.args[1]: item for item in norm.users}
     if 0 not in items or len(items) != len(norm.users) or not _fits(val_of(x), items[0]):
         return None
-    return _with_activation(_Layer(norm, backward, items[0], grad, grad, frozen))
+    plain = _Layer(norm, backward, items[0], grad, grad, frozen)
+    whole = _with_activation(plain)
+    taken = any(whole.out is layer.out for layer in others if layer.backward is not backward)
+    return plain if taken else whole
 
 
 def _fits(x: Any, out: fx.Node) -> bool:
@@ -364,18 +373,19 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def serve(graph: fx.Graph, choose: choosing.Choose) -> int:
     """Let confpred compute the batch norms of a joint graph where both directions together are
     predicted to be faster than PyTorch's operators; return how many."""
-    layers = [(layer, layer.problems()) for layer in layers_of(graph)]
-    layers = [(layer, problems) for layer, problems in layers if len(problems) == 2]
+    layers = [layer for layer in layers_of(graph) if len(layer.problems()) == 2]
     if not layers:
         return 0
-    choices = iter(choose([problem for _, problems in layers for problem in problems]))
+    choices = iter(choose([problem for layer in layers for problem in layer.problems()]))
     numbers: dict[Any, fx.Node] = {}
     count = 0
-    for layer, _ in layers:
+    for layer in layers:
         both = next(choices), next(choices)
         if None not in both and _gain_ms(*both) > 0.0:  # type: ignore[arg-type]
-            _replace(layer, *both, numbers)  # type: ignore[arg-type]
-            count += 1
+            now = _layer(layer.backward, layers)  # among the operators that were put in before
+            if now is not None and now.problems() == layer.problems():
+                _replace(now, *both, numbers)  # type: ignore[arg-type]
+                count += 1
     graph.eliminate_dead_code()
     graph.lint()
     return count

@@ -328,10 +328,10 @@ def images(dtype: torch.dtype = torch.float16, batch: int = 4, seed: int = 1) ->
     return normal(batch, 3, 63, 57, dtype=dtype, seed=seed)
 
 
-def as_good(mine: Tensor, theirs: Tensor, exact: Tensor) -> None:
+def as_good(mine: Tensor, theirs: Tensor, exact: Tensor, slack: float = 5e-3) -> None:
     """Assert that `mine` is about as near to `exact` as PyTorch's result in the same dtype."""
     assert mine.dtype is theirs.dtype
-    assert off(mine, exact.double()) <= 2 * off(theirs, exact.double()) + 5e-3
+    assert off(mine, exact.double()) <= 2 * off(theirs, exact.double()) + slack
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -410,8 +410,11 @@ def test_norms_with_what_follows(
             given = (x.double() if each is exact else x).detach().requires_grad_()
             with torch.autocast("cuda", dtype, enabled=each is not exact):
                 found.append(step(each, list(each.parameters()), given))
+        # The slope of hardswish jumps by a half at 3, so one value within a rounding of it moves a
+        # sum of 3,600 by as much as half of its gradient.
+        slack = 4e-2 if name == "hardswish" and dtype is torch.bfloat16 else 5e-3
         for mine, other, right in zip(*found, strict=True):
-            as_good(mine, other, right)
+            as_good(mine, other, right, slack)
         for a, b in zip(model.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert any(family and family.startswith("batch_norm") for family in ours.chosen)

@@ -21,10 +21,12 @@ FASTER = Candidate("batch_norm_two_pass", 0)
 #: Fused form of each: activation and whether a residual is in it.
 FUSED = {
     "none": ("none", False), "relu": ("relu", False), "relu in place": ("relu", False),
-    "silu": ("silu", False), "gelu": ("gelu", False), "hardswish": ("hardswish", False),
+    "silu": ("silu", False), "silu in place": ("silu", False),
+    "hardswish in place": ("hardswish", False), "relu6 in place": ("relu6", False),
+    "gelu": ("gelu", False), "hardswish": ("hardswish", False),
     "relu6": ("relu6", False), "add": ("none", True), "add, relu": ("relu", True),
-    "add from the left, silu": ("silu", True), "read twice": ("none", False),
-    "of no kernel": ("none", False),
+    "add from the left, silu": ("silu", True), "add, silu in place": ("silu", True),
+    "read twice": ("none", False), "of no kernel": ("none", False),
 }  # fmt: skip
 
 
@@ -120,6 +122,34 @@ def test_a_frozen_layer_is_served(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert [problem.frozen for problem in served] == [True, True]
     assert (served[0].activation, served[0].residual) == FUSED[name]
+
+
+def both(m: Any, x: Tensor) -> Tensor:
+    return m.last(torch.relu(m.norm(m.conv(x)) + m.other(x)))
+
+
+def test_of_two_norms_that_are_added_one_has_the_sum(
+    served: list[BatchNorm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a residual network halves its images: no norm of PyTorch's is left."""
+    left: list[Any] = []
+
+    def seen(graph: torch.fx.Graph) -> None:
+        left.extend(n for n in graph.nodes if n.target in (norms._NORM, norms._NORM_BACKWARD))
+
+    monkeypatch.setattr(backend.passes, "batch_norms_as_eager", seen)
+    block = NormBlock(AFTER["relu"])
+    parts = {"conv": block.conv, "norm": block.norm, "last": block.last}
+    model = Around(both, **parts, other=nn.BatchNorm2d(WIDTH)).to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(model)
+    mine = step(captured(model), list(model.parameters()), images())
+    other = step(theirs, list(theirs.parameters()), images())
+    for a, b in zip([*mine, *model.buffers()], [*other, *theirs.buffers()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert sorted((p.activation, p.residual) for p in served[::2]) == [
+        ("none", False), ("relu", True)
+    ]  # fmt: skip
+    assert left == []
 
 
 def twice(m: Any, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
     """Run a server that has no model for the H100, and is sent measurements of one."""
     folder = tmp_path_factory.mktemp("publishing")
     (folder / "models").mkdir()
-    shutil.copytree(repository / "models" / "h200-2026.11.24", folder / "models" / "h200-1")
+    shutil.copytree(repository / "models" / "h200-2026.11.25", folder / "models" / "h200-1")
     options = ("--model", str(folder / "models"), "--exchange", str(folder / "exchange"))
     with running(folder, *options) as made:
         yield made
