@@ -171,6 +171,21 @@ def whole(results: Results) -> str:
 
 
 #: Table -> the function that makes it from every device's ``evaluation.json``.
+def chains(results: Results) -> str:
+    """Tabulate the choices for chains of linear layers, by precision."""
+    rows = {
+        device: {
+            name: (
+                f"{found['chosen_for']} of {found['chains']}", f"{found['gain']:.2f}x",
+                f"{found['least']:.2f}x", str(found["slower"]),
+            )
+            for name, found in result["precisions"].items()
+        }
+        for device, result in results.items()
+    }  # fmt: skip
+    return side_by_side("precision", ("chosen for", "gain", "least", "> 3 % slower"), rows)
+
+
 def norms(choices: Results, kernels: Results) -> str:
     """Tabulate batch norm: the choices on its hold-out, and the fastest kernels of some layers."""
     rows = {}

@@ -49,7 +49,7 @@ _BACKWARD: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hardswish": (aten.hardswish_backward.default, ()),
     "relu6": (aten.hardtanh_backward.default, (0.0, 6.0)),
 }
-#: What an activation in place saves is a clone.
+#: An activation in place saves a clone.
 _ALIASES = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.networks import network_models, network_tables, networks
+from benchmarks.networks import losses, network_models, network_tables, networks
 from benchmarks.networks import network_steps as steps
 
 FACTS = {
@@ -228,20 +228,24 @@ def test_what_training_is_compared_by_are_gradients() -> None:
     assert found.norm() > 0
 
 
-@pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
-def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "stub" / "torchvision").mkdir(parents=True)
-    stub = tmp_path / "stub" / "torchvision" / "__init__.py"
+def _trial(repository: Path, folder: Path, script: Any, words: str) -> Any:
+    """Run a benchmark's script beside a stub of torchvision."""
+    (folder / "stub" / "torchvision").mkdir(parents=True)
+    stub = folder / "stub" / "torchvision" / "__init__.py"
     stub.write_text("from timm_networks import stand_in; stand_in()")
-    words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
-    words += f" --rounds 1 --turn 0.001 --out {tmp_path / 'out'}"
     path = os.pathsep.join(map(str, (stub.parents[1], repository, repository / "tests")))
-    done = subprocess.run(
-        [sys.executable, str(networks.__file__), *words.split()],
+    return subprocess.run(
+        [sys.executable, str(script.__file__), *words.split(), "--out", str(folder / "out")],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
+def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
+    words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
+    done = _trial(repository, tmp_path, networks, f"{words} --rounds 1 --turn 0.001")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "networks.json").read_text())
     shown = {(row["mode"], row["way"]): row.get("error") for row in result["rows"]}
@@ -293,6 +297,32 @@ def test_each_network_has_its_figures_or_its_errors() -> None:
         "| b |  | 8.00x, 1.50x |",
     ]
     assert _lines("networks-each", {"rows": []}) == []
+
+
+def test_a_part_is_shown_by_what_a_step_takes_without_it() -> None:
+    rows = [
+        _row(network, way, graph_ms=ms)
+        for network, times in (("a", (10.0, 12.0)), ("b", (10.0, 27.0)), ("c", (4.0, None)))
+        for way, ms in zip(("optimize", "without norms"), times, strict=True)
+    ]
+    assert _lines("networks-parts", {"rows": rows}) == [
+        "| batch norm by confpred | training, 32 | 2 | 1.800x | 1.200x | 2.700x |"
+    ]
+
+
+@pytest.mark.slow(reason="a network is captured in training")
+def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: Path) -> None:
+    """Eager twice is the same there, to the bit."""
+    done = _trial(
+        repository, tmp_path, losses,
+        "--device cpu --networks resnet18 --steps 3 --batch 4 --size 32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "out" / "losses.json").read_text())["rows"]
+    assert set(row["losses"]) == set(losses.WAYS)
+    assert row["distances"]["again"] == 0.0
+    assert row["distances"]["optimize"] < 0.05
+    assert all(len(run) == 3 for run in row["losses"].values())
 
 
 def test_first_steps_are_cold_and_warm_and_memory_is_beside_eager() -> None:
