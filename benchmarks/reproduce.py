@@ -84,7 +84,7 @@ def models() -> None:
 
 def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
-    where that is measured; batch norm by its hold-out alone; and fill the tables of all results."""
+    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables."""
     newest = model_folders(ROOT / "models")
     devices = measured_devices()
     data = [measured(device) for device in devices]
@@ -97,14 +97,16 @@ def results() -> None:
         if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
-    norms = model_folders(ROOT / "models" / BATCH_NORM.name)
-    for device in measured_devices(NORMS):
-        held = ("--holdout", measured(device, HOLDOUT / "norm"), "--model", norms[device])
-        out = ROOT / "benchmarks" / "results" / device / "evaluation_norm.json"
-        data = [measured(name, NORMS) for name in measured_devices(NORMS)]
-        confpred(
-            "evaluate", *data, "--device", device, *held, "--holdout-only", "--json", out, "--force"
-        )
+    for name, where, models in (
+        ("dense", DATASETS, newest),
+        ("norm", NORMS, model_folders(ROOT / "models" / BATCH_NORM.name)),
+    ):
+        data = [measured(device, where) for device in measured_devices(where)]
+        for device in measured_devices(HOLDOUT / name):
+            held = ("--holdout", measured(device, HOLDOUT / name), "--model", models[device])
+            out = ROOT / "benchmarks" / "results" / device / f"evaluation_{name}.json"
+            judged = (*data, "--device", device, *held, "--holdout-only")
+            confpred("evaluate", *judged, "--json", out, "--force")
     for module in ("benchmarks.model.chain_choices", "benchmarks.tables"):
         subprocess.run([sys.executable, "-m", module], check=True, cwd=ROOT)
 

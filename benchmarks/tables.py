@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import im2col_chunks
 from benchmarks.model.choice_tables import (
     OF_CHOICES,
     Results,
     Rows,
     chains,
+    dense,
     markdown,
     norms,
     side_by_side,
@@ -73,24 +73,6 @@ def _speeds(found: list[float]) -> list[str]:
     means = (statistics.median(found), statistics.geometric_mean(found), min(found))
     counts = (sum(s > NOTABLE for s in found), sum(s < 1 / NOTABLE for s in found))
     return [str(len(found)), *(f"{mean:.2f}x" for mean in means), *map(str, counts)]
-
-
-def dense(result: dict[str, Any]) -> str:
-    """Tabulate the choice for dense layers of kinds of networks that training lacks."""
-    heads = columns(
-        "layers | problems | over PyTorch's default | worst | over its benchmark mode | "
-        "worst | > 5 % slower | not left to PyTorch"
-    )
-    rows = []
-    for part in result["summary"]:
-        if part["kind"] != "all":  # each kind is in the result
-            continue
-        name = f"{'with' if part['fused'] else 'without'} an epilogue"
-        modes = [part[mode] for mode in ("heuristics", "benchmark")]
-        speeds = [f"{mode[key]:.2f}x" for mode in modes for key in ("speedup", "worst")]
-        slower = max(mode["slower"] for mode in modes)
-        rows.append((name, str(part["problems"]), *speeds, str(slower), str(part["launched"])))
-    return markdown(heads, rows)
 
 
 def in_situ(results: Results) -> str:
@@ -209,13 +191,12 @@ def transfer_holdout(result: dict[str, Any]) -> str:
 #: Results of a device, of which `runs` tells.
 _RUNS = (
     *("conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json"),
-    *("networks.json", "dense.json"),
+    "networks.json",
 )
 #: Results that a device may lack.
 OPTIONAL = (
-    *("networks.json", "networks_cold.json", "sampling_plans.json", "dense.json"),
+    *("networks.json", "networks_cold.json", "sampling_plans.json"),
     *("captured_networks.json", "pytorch_epilogues.json"),
-    "im2col_chunks.json",
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
@@ -224,12 +205,11 @@ _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "latency": ("predict_latency.json", latency),
     "sampling": ("sampling_rate.json", sampling),
     "chains": ("chain_choices.json", chains),
+    "dense": ("evaluation_dense.json", dense),
 } | {name: ("evaluation.json", make) for name, make in OF_CHOICES.items()}
 #: Table -> its result files, and the function that makes it; for each device a table of its own.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "dense": (("dense.json",), dense),
     "sampling-plans": (("sampling_plans.json",), sampling_plans),
-    "im2col-chunks": (("im2col_chunks.json",), lambda r: im2col_chunks.table(r["summary"]) + "\n"),
 } | {name: (files, partial(make, markdown=markdown)) for name, (files, make) in OF_NETWORKS.items()}
 
 

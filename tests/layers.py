@@ -13,14 +13,12 @@ from confpred.families.protocol import Family
 from confpred.families.registry import kernels_of
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
-from confpred.problem.gradients import Gradients
 from confpred.problem.norm import BatchNorm
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
-#: The kernel families of convolution, of both its gradients, and of batch norm, by name.
+#: The kernel families of convolution and of batch norm, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
-GRADIENTS = kernels_of(Gradients(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
 NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
@@ -53,7 +51,7 @@ def served(family: Family) -> tuple[tuple[str, int], ...]:
     them."""
     return tuple(
         (direction, width)
-        for direction, width in product((*DIRECTIONS, "both"), (*WIDTHS, DENSE))
+        for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
         if family.legal(_layer(SIZES[0], direction, width, (3, 3), (1, 1), "float16"), H100).any()
     )
 
@@ -92,7 +90,7 @@ def _layer(
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
-    return _kind(direction)(
+    return Problem(
         n=n,
         c=c,
         h=side,
@@ -110,10 +108,6 @@ def _layer(
     )
 
 
-def _kind(direction: str) -> type[Problem]:
-    return Gradients if direction == "both" else Problem
-
-
 def _epilogue(
     direction: str, bias: bool, activation: str, residual: bool, deterministic: bool
 ) -> dict[str, object]:
@@ -122,7 +116,6 @@ def _epilogue(
         "fprop": {"bias": bias, "activation": activation, "residual": residual},
         "dgrad": {},
         "wgrad": {"bias": bias, "deterministic": deterministic},
-        "both": {"bias": bias, "deterministic": deterministic},
     }[direction]
 
 
@@ -158,7 +151,7 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     least = [
         max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding, strict=True)
     ]
-    return _kind(direction)(
+    return Problem(
         n=rng.choice((1, 1, 2, 3, 5, 9)),
         c=c,
         h=least[0] + rng.randint(0, 40),

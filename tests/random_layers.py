@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 
 from confpred.problem.conv2d import Problem
-from confpred.problem.gradients import Gradients
 
 WINDOWS = (
     (3, 3),
@@ -34,7 +33,7 @@ def problems(direction: str, seed: int = 0) -> Iterator[Problem]:
         c = max(width, c // width * width)
         r, s = rng.choice(WINDOWS)
         plain = rng.random() < 0.5  # unit steps
-        yield (Gradients if direction == "both" else Problem)(
+        yield Problem(
             n=rng.choice((1, 2, 3, 8, 32, 100, 256)),
             c=c,
             h=rng.randint(22, 70),
@@ -51,5 +50,5 @@ def problems(direction: str, seed: int = 0) -> Iterator[Problem]:
             bias=direction != "dgrad" and rng.random() < 0.3,
             residual=direction == "fprop" and rng.random() < 0.3,
             activation=rng.choice(("none", "silu")) if direction == "fprop" else "none",
-            deterministic=direction in ("wgrad", "both") and rng.random() < 0.3,
+            deterministic=direction == "wgrad" and rng.random() < 0.3,
         )

@@ -49,10 +49,10 @@ def reference(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, to
         found = {"out": out if p.activation == "none" else getattr(F, p.activation)(out)}
     else:
         found = {}
-    if p.direction in ("dgrad", "both"):
+    if p.direction == "dgrad":
         shape = (p.n, p.c, p.h, p.w)
         found["in_grad"] = gradients.conv2d_input(shape, t["filter"], t["out_grad"], *layer)
-    if p.direction in ("wgrad", "both"):
+    if p.direction == "wgrad":
         shape = (p.k, p.group_width, p.r, p.s)
         found["filter_grad"] = gradients.conv2d_weight(t["in"], shape, t["out_grad"], *layer)
         if p.bias:

@@ -171,6 +171,23 @@ def whole(results: Results) -> str:
 
 
 #: Table -> the function that makes it from every device's ``evaluation.json``.
+def dense(results: Results) -> str:
+    """Tabulate the choices for dense layers of kinds of networks that training lacks."""
+    rows = {}
+    for device, result in results.items():
+        held = result["holdout"]
+        rows[device] = {
+            "layers": (str(held["whole"]["problems"]),),
+            "regret: geomean, p95": (_figures(held["whole"], ("geomean", "p95")),),
+            "by confpred, best of the first 3, of the first 8": (_figures(held["first"], "138"),),
+            "left to PyTorch's operator": (str(held["pytorch"]),),
+        }
+        for mode, speed in held["speed"].items():
+            shown = f"{speed:.2f}x, {held['slower'][mode]}"
+            rows[device][f"over PyTorch ({mode}), > 5 % slower"] = (shown,)
+    return side_by_side("figure", ("",), rows)
+
+
 def chains(results: Results) -> str:
     """Tabulate the choices for chains of linear layers, by precision."""
     rows = {

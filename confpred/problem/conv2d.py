@@ -41,10 +41,10 @@ MAX_ELEMENTS = 2**40  # of any one tensor: far beyond a GPU's memory, and safe i
 
 #: Fields that only some directions have: the field, its value in all others, and the directions.
 _ONLY_IN = (
-    ("bias", False, ("fprop", "wgrad", "both")),
+    ("bias", False, ("fprop", "wgrad")),
     ("activation", "none", ("fprop",)),
     ("residual", False, ("fprop",)),
-    ("deterministic", False, ("wgrad", "both")),
+    ("deterministic", False, ("wgrad",)),
 )
 #: The same for all problems of a layer, which differ in them alone.
 _OF_A_LAYER: Mapping[str, Any] = {

@@ -78,10 +78,7 @@ def main() -> None:
         else:
             problem = random_legal_layer(rng, family, device)
             problem = replace(problem, n=min(problem.n, 2))
-        if problem.direction in (
-            "wgrad",
-            "both",
-        ):  # half of them as fast as can be, half repeatable
+        if problem.direction == "wgrad":  # half of them as fast as can be, half repeatable
             problem = replace(problem, deterministic=bool(index % 2))
         rows = np.flatnonzero(family.legal(problem, device)).tolist()
         for row in rng.sample(rows, min(CONFIGS, len(rows))):

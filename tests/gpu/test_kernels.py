@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from launching import Config, outside
-from layers import CONVOLUTIONS, GRADIENTS, random_legal_layer
+from layers import CONVOLUTIONS, random_legal_layer
 from references import random_inputs, reference, some_rows
 
 from confpred.families.protocol import Family, config_dict
@@ -20,7 +20,7 @@ PROBLEMS = 40
 KERNELS, CONFIGS = 3, 3  # of a problem, and of a kernel
 REPEATS = 20
 
-FAMILIES = CONVOLUTIONS | GRADIENTS
+FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -114,7 +114,7 @@ def deterministic_problem(family: Family, seed: int, device: Device) -> tuple[Pr
     rng = random.Random(100 + seed)
     while True:
         problem = random_legal_layer(rng, family, device)
-        if problem.direction in ("wgrad", "both"):
+        if problem.direction == "wgrad":
             problem = replace(problem, deterministic=True)
         if family.legal(problem, device).any():
             return problem, some_rows(family, problem, device, rng, 2, 3)

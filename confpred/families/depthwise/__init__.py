@@ -123,9 +123,6 @@ def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
 FPROP_OPERANDS = ("out", "in", "filter", "bias", "residual")
 DGRAD_OPERANDS = ("in_grad", "out_grad", "filter", "bias", "residual")
 WGRAD_OPERANDS = ("filter_grad", "bias_grad", "out_grad", "in", "zeroed", "scratch")
-BOTH_OPERANDS = (
-    "in_grad", "filter_grad", "bias_grad", "out_grad", "in", "filter", "zeroed", "scratch",
-)  # fmt: skip
 _SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
 
 

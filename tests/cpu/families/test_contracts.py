@@ -16,7 +16,7 @@ from dataclasses import replace
 import layer_norm
 import numpy as np
 import pytest
-from layers import CONVOLUTIONS, GRADIENTS, H100, random_legal_layer
+from layers import CONVOLUTIONS, H100, random_legal_layer
 from ptx.launch import ptx_of
 from ptx.text import PtxError
 
@@ -26,7 +26,7 @@ from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 
-FAMILIES = CONVOLUTIONS | GRADIENTS
+FAMILIES = CONVOLUTIONS
 LAYERS = 12  # of each family
 
 #: Kernels name an operand by its role: those that compute an image make the gradient of the input
@@ -38,8 +38,6 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "depthwise_banded": _IMAGE,
     "grouped_rows": _IMAGE,
     "dense_tiles": _IMAGE,
-    "depthwise_both": _SUMS,
-    "depthwise_banded_both": _SUMS,
     "depthwise_wgrad": _SUMS,
     "depthwise_banded_wgrad": _SUMS,
     "depthwise_wgrad_sum": _SUMS,
@@ -153,9 +151,7 @@ def test_every_kernel_is_here() -> None:
         "dense_tiles.cu",
         "depthwise.cu",
         "depthwise_banded.cu",
-        "depthwise_banded_both.cu",
         "depthwise_banded_wgrad.cu",
-        "depthwise_both.cu",
         "depthwise_wgrad.cu",
         "depthwise_wgrad_sum.cu",
         "grouped_rows.cu",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layers import CONVOLUTIONS, GRADIENTS, H100, random_legal_layer
+from layers import CONVOLUTIONS, H100, random_legal_layer
 from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
 from slow import slow_but
@@ -20,8 +20,8 @@ PROBLEMS = slow_but((0, 1), range(8), "the interpreter takes a second a problem"
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
-FAMILIES = CONVOLUTIONS | GRADIENTS
-WGRAD = [name for name in FAMILIES if name.endswith(("wgrad", "both"))]
+FAMILIES = CONVOLUTIONS
+WGRAD = [name for name in FAMILIES if name.endswith("wgrad")]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layers import ARCHITECTURES, CONVOLUTIONS, GRADIENTS, H100, first_kernel, representative
+from layers import ARCHITECTURES, CONVOLUTIONS, H100, first_kernel, representative
 from ptxas import ARCHS, resources
 
 from confpred.cuda.cache import KernelCache
@@ -17,7 +17,7 @@ from confpred.errors import CompileError
 from confpred.families.protocol import Family
 from confpred.problem.operation import KernelSpec
 
-FAMILIES = CONVOLUTIONS | GRADIENTS
+FAMILIES = CONVOLUTIONS
 KERNELS = 5  # a family and target
 MOST_STACK_BYTES = 640  # 544 in the worst of all kernels today
 

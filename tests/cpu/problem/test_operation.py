@@ -25,7 +25,6 @@ from confpred.errors import DataError
 from confpred.families.registry import all_families, all_operations, families_of, operation_of
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
-from confpred.problem.gradients import GRADIENTS, Gradients
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operand, Operation
@@ -39,16 +38,14 @@ SMALL = "n=2 c=6 h=7 w=5 k=12 r=3 s=2 groups=3 padding=1 stride=2x1 "
 def test_every_family_here_computes_one_operation() -> None:
     assert isinstance(CONVOLUTION, Operation)
     assert all_operations() == {
-        operation.name: operation
-        for operation in (CONVOLUTION, GRADIENTS, LINEAR_CHAIN, BATCH_NORM)
+        operation.name: operation for operation in (CONVOLUTION, LINEAR_CHAIN, BATCH_NORM)
     }
     problems = (
         Problem.parse(SMALL),
-        Gradients.parse(SMALL),
         LinearChain(1, 8, 8, 8, 2),
         BatchNorm(2, 3, 3, 8),
     )
-    operations = [CONVOLUTION, GRADIENTS, LINEAR_CHAIN, BATCH_NORM]
+    operations = [CONVOLUTION, LINEAR_CHAIN, BATCH_NORM]
     assert [operation_of(p) for p in problems] == operations
     families = [name for problem in problems for name in families_of(problem)]
     assert sorted(families) == sorted(all_families())
@@ -185,7 +182,7 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
         assert list(all_families())[-1] == "scale_rows"
-        names = ["batch_norm", "conv2d", "conv2d_gradients", "linear_chain", "scale"]
+        names = ["batch_norm", "conv2d", "linear_chain", "scale"]
         assert sorted(all_operations()) == names
         assert list(families_of(Scaling(40))) == ["scale_rows"]
         choice = Predictor.load().choose(Scaling(40), "h100")
