@@ -119,8 +119,9 @@ def test_networks_train_as_in_eager_mode(captured, kind, frozen) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_each_direction_is_asked_for(captured, groups) -> None:
     trained(layer(groups), image())
-    ((fprop, dgrad, wgrad),) = captured.asked
+    (fprop, dgrad, wgrad), norms = captured.asked
     assert [p.direction for p in (fprop, dgrad, wgrad)] == ["fprop", "dgrad", "wgrad"]
+    assert [p.direction for p in norms] == ["forward", "backward"]
     assert (fprop.bias, fprop.activation, fprop.residual) == (True, "none", False)
     assert wgrad.bias == (groups > 1)
     assert not wgrad.deterministic
