@@ -302,7 +302,9 @@ def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
             assert change(server).json()["outcome"] == "reloaded"
             shutil.rmtree(models.folder / f"v{number}")
             sizes.append(server.memory())
-        assert sizes[-1] - sizes[7] < 1_500_000  # 0.2 MB a reload would be twice as much
+        # By the most of twelve, as the allocator gives back 20 MB now and then; 0.2 MB a reload
+        # would be 2.4 MB.
+        assert max(sizes[12:]) - max(sizes[:12]) < 1_500_000
 
 
 def test_a_new_version_is_seen_if_asked_to_look(models: Models) -> None:
