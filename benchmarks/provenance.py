@@ -41,6 +41,11 @@ def folder_of(out: Path | None) -> Path:
     return RESULTS / driver.device_of(0).key
 
 
+def is_published(out: Path) -> bool:
+    """Return whether `out` is where results are published, in which no trial is written."""
+    return RESULTS.resolve() in (out.resolve(), *out.resolve().parents)
+
+
 def provenance(*packages: str, gpu: bool) -> dict[str, Any]:
     """Date, commit, machine and the versions of `packages`; with `gpu`, device and driver too."""
     facts: dict[str, Any] = {

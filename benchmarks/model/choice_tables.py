@@ -170,7 +170,6 @@ def whole(results: Results) -> str:
     return markdown(heads, rows)
 
 
-#: Table -> the function that makes it from every device's ``evaluation.json``.
 def dense(results: Results) -> str:
     """Tabulate the choices for dense layers of kinds of networks that training lacks."""
     rows = {}
@@ -229,6 +228,7 @@ def _figures(found: Mapping[str, float], keys: Sequence[str]) -> str:
     return ", ".join(f"{found[key]:.3f}" for key in keys)
 
 
+#: Table -> the function that makes it from every device's ``evaluation.json``.
 OF_CHOICES: dict[str, Callable[[Results], str]] = {
     "holdout": holdout,
     "holdout-answers": answers,

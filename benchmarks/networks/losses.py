@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.networks.network_models import Setting
-from benchmarks.provenance import RESULTS, folder_of, provenance, write
+from benchmarks.provenance import folder_of, is_published, provenance, write
 
 NETWORKS = ("resnet18", "mnasnet_100", "efficientnet_b0", "rexnet_150")
 WAYS = ("eager", "again", "others", "optimize")
@@ -78,8 +78,9 @@ def row_of(network: str, told: argparse.Namespace) -> dict[str, Any]:
     base = timm.create_model(network, num_classes=CLASSES, drop_rate=0.0)
     base = base.to(setting.device, memory_format=torch.channels_last)
     runs = {way: losses(way, base, setting, told.steps) for way in WAYS}
+    eager = runs["eager"]
     distances = {
-        way: fmean(abs(a - b) for a, b in zip(run, runs["eager"], strict=True)) / fmean(run)
+        way: fmean(abs(a - b) for a, b in zip(run, eager, strict=True)) / fmean(eager)
         for way, run in runs.items()
     }
     tail = max(1, told.steps // 10)
@@ -97,9 +98,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: the device's folder of results")
     told = parser.parse_args(words)
     on_gpu = told.device == "cuda"
-    out = folder_of(told.out)
-    if not on_gpu and RESULTS.resolve() in (out.resolve(), *out.resolve().parents):
+    if not on_gpu and (told.out is None or is_published(told.out)):
         parser.error("a trial is written somewhere else: name a folder with --out")
+    out = folder_of(told.out)
     facts = provenance("torch", "timm", gpu=on_gpu) | {"steps": told.steps, "batch": told.batch}
     rows: list[dict[str, Any]] = []
     for network in told.networks:

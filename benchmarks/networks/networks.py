@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import RESULTS, provenance, write
+from benchmarks.provenance import RESULTS, is_published, provenance, write
 
 STEPS = (sys.executable, "-m", "benchmarks.networks.network_steps")
 NETWORKS = (
@@ -202,7 +202,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
     told = parser.parse_args(words)
     trial = told.device == "cpu" or told.size != 224
-    if trial and RESULTS.resolve() in (told.out.resolve(), *told.out.resolve().parents):
+    if trial and is_published(told.out):
         parser.error("a trial is written somewhere else: name a folder with --out")
     return told
 

@@ -26,7 +26,7 @@ from confpred.problem.norm import BatchNorm
 from confpred.pytorch import choosing, loading
 from confpred.pytorch.choosing import kept
 from confpred.pytorch.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense, is_channels_last
-from confpred.pytorch.passes import val_of
+from confpred.pytorch.passes import is_alike, val_of
 from confpred.pytorch.pointwise import activate
 
 aten = torch.ops.aten
@@ -49,8 +49,7 @@ _BACKWARD: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hardswish": (aten.hardswish_backward.default, ()),
     "relu6": (aten.hardtanh_backward.default, (0.0, 6.0)),
 }
-#: An activation in place saves a clone.
-_ALIASES = (aten.alias.default, aten.detach.default, aten.clone.default)
+_ALIASES = (aten.alias.default, aten.detach.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,17 +346,28 @@ def _with_activation(plain: _Layer) -> _Layer:
 
 def _other(total: fx.Node, one: fx.Node) -> fx.Node | None:
     """Return what `total` adds to `one`; None where it is no tensor of its shape and layout."""
-    if total.kwargs.get("alpha", 1) != 1 or len(total.args) != 2 or total.args[0] is total.args[1]:
+    if total.kwargs.get("alpha", 1) != 1:
         return None
-    other = total.args[1] if total.args[0] is one else total.args[0]
+    others = [term for term in total.args if _source(term) is not one]
+    if len(others) != 1:
+        return None  # it is added to itself
+    other = others[0]
     a, b = val_of(one), val_of(other) if isinstance(other, fx.Node) else None
     same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
     return other if same and is_channels_last(b) else None  # type: ignore[return-value,arg-type]
 
 
+def _is_alias(node: fx.Node) -> bool:
+    """Return whether a node has the values and the layout of its input, as an alias has, and the
+    clone that an activation in place saves."""
+    if node.target is aten.clone.default:
+        return is_alike(val_of(node), val_of(node.args[0]))
+    return node.target in _ALIASES
+
+
 def _source(node: Any) -> Any:
     """Return what a node is an alias of."""
-    while isinstance(node, fx.Node) and node.target in _ALIASES:
+    while isinstance(node, fx.Node) and _is_alias(node):
         node = node.args[0]
     return node
 
@@ -366,7 +376,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read `node`, aliases passed through."""
     found: list[fx.Node] = []
     for user in node.users:
-        found += _readers(user) if user.target in _ALIASES else [user]
+        found += _readers(user) if _is_alias(user) else [user]
     return found
 
 
@@ -436,10 +446,8 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice, known: dict[Any, fx.Nod
     residual = layer.residual if layer.activation != "none" else None
     with graph.inserting_before(backward if layer.inner is layer.grad else layer.inner):
         statistics = (mean, variance) if layer.frozen else results[1:3]
-        back_given = (
-            layer.grad, x, weight, bias, residual, *statistics, numbers if layer.frozen else [],
-            eps, text,
-        )  # fmt: skip
+        again = numbers if layer.frozen else []
+        back_given = (layer.grad, x, weight, bias, residual, *statistics, again, eps, text)
         put = graph.call_function(torch.ops.confpred.batch_norm_backward.default, back_given)
         of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
         made = [torch.empty_like(val_of(x)), *of_vectors, val_of(layer.inner)]

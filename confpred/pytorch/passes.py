@@ -79,7 +79,7 @@ def drop_copies(graph: fx.Graph) -> None:
         owner = owner_of(source)
         if node in results and (owner.op == "placeholder" or owner in results):
             continue
-        if _is_alike(val_of(node), val_of(source)):
+        if is_alike(val_of(node), val_of(source)):
             owners[node] = owner
             if node in results:
                 results.add(owner)
@@ -87,7 +87,8 @@ def drop_copies(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_alike(a: Any, b: Any) -> bool:
+def is_alike(a: Any, b: Any) -> bool:
+    """Return whether two fake tensors differ in their memory alone."""
     return bool(
         isinstance(a, Tensor) and a.shape == b.shape and a.stride() == b.stride()
         and a.dtype is b.dtype and a.device == b.device and a.is_neg() == b.is_neg()

@@ -251,6 +251,9 @@ AFTER = {
     "add, relu": lambda y, x: F.relu(y + x),
     "add from the left, silu": lambda y, x: F.silu(x + y),
     "add, silu in place": lambda y, x: F.silu(y.add_(x), inplace=True),
+    "clone, add": lambda y, x: F.relu(y.clone() + x),
+    "add its clone": lambda y, x: F.relu(y + y.clone()),
+    "channels first, silu": lambda y, x: F.silu(y.contiguous()).view(len(y), -1).view(y.shape),
     "read twice": lambda y, x: F.relu(y) + y,
     "of no kernel": lambda y, x: torch.tanh(y),
 }

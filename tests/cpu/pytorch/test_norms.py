@@ -26,7 +26,9 @@ FUSED = {
     "gelu": ("gelu", False), "hardswish": ("hardswish", False),
     "relu6": ("relu6", False), "add": ("none", True), "add, relu": ("relu", True),
     "add from the left, silu": ("silu", True), "add, silu in place": ("silu", True),
-    "read twice": ("none", False), "of no kernel": ("none", False),
+    "clone, add": ("relu", True), "add its clone": ("none", False),
+    "channels first, silu": ("none", False), "read twice": ("none", False),
+    "of no kernel": ("none", False),
 }  # fmt: skip
 
 
