@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
-    from confpred.pytorch.backend import inductor_options as inductor_options
     from confpred.pytorch.choosing import use_plan as use_plan
     from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.eager import conv2d as conv2d
@@ -49,7 +48,6 @@ _WHERE = {
     "explain": "confpred.pytorch.explain",
     "explain_layer": "confpred.predict.explain",
     "get_device": "confpred.problem.device",
-    "inductor_options": "confpred.pytorch.backend",
     "linear_chain": "confpred.pytorch.linear_chain",
     "optimize": "confpred.pytorch.network",
     "prepare": "confpred.pytorch.plan",

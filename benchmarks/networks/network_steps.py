@@ -71,18 +71,15 @@ def started(name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Te
     """Return the model of a way, and its step."""
     model = prepared(base, setting)
     forward: Any = model
-    if name in ("optimize", "freeze", *PARTS):
+    if name in ("optimize", "freeze", "inductor", *PARTS):
         import confpred
 
-        confpred.optimize(model, freeze=name == "freeze")  # type: ignore[attr-defined]
+        how = {"freeze": name == "freeze", "inductor": name == "inductor"}
+        confpred.optimize(model, **how)  # type: ignore[attr-defined]
     elif name == "compile":
         forward = torch.compile(model)
     elif name == "reduce-overhead":
         forward = torch.compile(model, mode="reduce-overhead")
-    elif name == "compile+confpred":
-        import confpred
-
-        forward = torch.compile(model, options=confpred.inductor_options(graphs=False))  # type: ignore[attr-defined]
     return model, step_of(model, forward, setting, data)
 
 

@@ -20,17 +20,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from confpred._version import __version__
-from confpred.cuda import driver
-from confpred.errors import ConfpredError, InvalidInput, nearest
+from confpred.errors import InvalidInput, nearest
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, fusing, norms, passes, verify
+from confpred.pytorch import choosing, fusing, inductor, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.convolve import is_deterministic
 from confpred.pytorch.graphs import graphed
 from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
@@ -43,6 +40,8 @@ class Options:
     """Options of the backend, the keys of ``torch.compile(..., options={...})``.
 
     Attributes:
+        inductor: let Inductor compile the rest of a graph: fewer passes over memory, for a first
+            step that takes as long as that of ``torch.compile``.
         graphs: replay captured graphs as CUDA graphs.
         freeze: compute once what depends on parameters and buffers alone, such as folded filters.
             For networks whose weights are not written any more: a write is not seen.
@@ -55,6 +54,7 @@ class Options:
         InvalidInput: a value is not allowed.
     """
 
+    inductor: bool = False
     graphs: bool = True
     freeze: bool = False
     verify: int = 0
@@ -62,7 +62,7 @@ class Options:
     limits: Limits = UNLIMITED
 
     def __post_init__(self) -> None:
-        for name in ("graphs", "freeze"):
+        for name in ("inductor", "graphs", "freeze"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(name, getattr(self, name), "True or False")
         if type(self.verify) is not int or not 0 <= self.verify <= 8:
@@ -151,7 +151,9 @@ class Compiler:
         passes.views_of_any_layout(gm.graph)
         passes.drop_copies(gm.graph)
         self._choose(gm.graph, fusing.fuse)
-        run = partial(self._run, kind="inference")
+        if self.options.inductor:
+            gm = inductor.decomposed(gm, inputs)
+        run = partial(self._run, inputs=inputs, kind="inference")
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static = known.static_input_indices
         return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
@@ -162,7 +164,7 @@ class Compiler:
         Nothing is computed again in the backward pass: without fused pointwise kernels that costs
         a pass over memory each.
         """
-        from torch._functorch.partitioners import default_partition
+        from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
         passes.views_of_any_layout(joint.graph)
@@ -170,22 +172,28 @@ class Compiler:
         choose = self.chooser(joint.graph)
         if choose is not None and choosing.is_known(BATCH_NORM.name):
             norms.serve(joint.graph, choose)
+        if self.options.inductor:
+            joint = inductor.decomposed(joint, inputs)
+            return partitioners.min_cut_rematerialization_partition(
+                joint, inputs, compiler="inductor", **options
+            )
         passes.batch_norms_as_eager(joint.graph)
         joint.recompile()
-        return default_partition(joint, inputs, **options)
+        return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
         passes.drop_copies(gm.graph)
         known: Any = torch._guards.TracingContext.get().fw_metadata
-        return self._run(gm, known.static_input_indices, "forward", known.num_forward_returns)
+        static, visible = known.static_input_indices, known.num_forward_returns
+        return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # of all other inputs
 
         passes.drop_copies(gm.graph)
-        return self._run(gm, range(count_tangents(gm)), "backward")
+        return self._run(gm, range(count_tangents(gm)), inputs, "backward")
 
     def _choose(self, graph: fx.Graph, replace: Any, visible: int | None = None) -> None:
         """Decide the layout of a graph, and let confpred compute its convolutions by `replace`."""
@@ -195,20 +203,25 @@ class Compiler:
             self.sites += replace(graph, choose, self.options.wishes)
 
     def _run(
-        self, gm: fx.GraphModule, static: Sequence[int], kind: str, visible: int | None = None
-    ) -> Any:
+        self, gm: fx.GraphModule, static: Sequence[int], inputs: Sequence[Any], kind: str,
+        visible: int | None = None,
+    ) -> Any:  # fmt: skip
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
-        if kind != "inference":
-            passes.convert_together(gm.graph)
-        written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
-        gm.recompile()
-        plain = boxed_nop(gm, [])
+        ordinal = ordinal_of(gm.graph)
+        if self.options.inductor:
+            plain, mutated = inductor.compiled(gm, inputs, static, visible, kind)
+        else:
+            if kind != "inference":
+                passes.convert_together(gm.graph)
+            written = passes.update_in_place(gm.graph)
+            gm.recompile()
+            plain = boxed_nop(gm, [])
+            places = gm.graph.find_nodes(op="placeholder")
+            mutated = [i for i, node in enumerate(places) if node in written]
         if not self.options.graphs or ordinal is None:
             return plain
-        places = gm.graph.find_nodes(op="placeholder")
-        mutated = [i for i, node in enumerate(places) if node in written]
         return graphed(
             gm, plain, device=ordinal, static=static, written=mutated, visible=visible, kind=kind
         )
@@ -230,50 +243,6 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
         return choices
 
     return choose
-
-
-def inductor_options(**options: Any) -> dict[str, Any]:
-    """Return options of ``torch.compile`` that let its backend use confpred's choices.
-
-    ::
-
-        torch.compile(model, options=confpred.inductor_options())
-
-    Args:
-        options: ``max_regret``, ``limits`` and ``verify`` as of `confpred.optimize`; ``graphs``
-            lets Inductor make CUDA graphs, which it does by default.
-
-    Raises:
-        InvalidInput: an option is not allowed.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    own = Options.of(options)
-
-    class Pass(CustomGraphPass):
-        """Lets confpred compute the convolutions that it is predicted to win."""
-
-        def __call__(self, graph: fx.Graph) -> None:
-            ordinal = ordinal_of(graph)
-            if ordinal is not None:
-                fusing.serve(graph, chooser(ordinal, own), own.wishes)
-
-        def uuid(self) -> Any:
-            """Return another text where choices may be others; Inductor keeps programs."""
-            facts: Any = ""
-            if torch.cuda.is_available():
-                try:
-                    device = driver.device_of(torch.cuda.current_device())
-                    facts = (
-                        choosing.identity(device, own.wishes),
-                        own.verify,
-                        is_deterministic(),
-                    )
-                except ConfpredError as error:
-                    facts = error
-            return f"{__version__} {facts}"
-
-    return {"joint_custom_post_pass": Pass(), "triton.cudagraphs": own.graphs}
 
 
 def ordinal_of(graph: fx.Graph) -> int | None:

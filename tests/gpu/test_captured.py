@@ -446,7 +446,7 @@ def test_with_inductor(train: bool, ours) -> None:
     dtype = torch.float32 if train else torch.float16
     mine, theirs = (network(name, dtype).train(train) for _ in range(2))
     exact = network(name, dtype).double().train(train)
-    compiled = torch.compile(mine, options=confpred.inductor_options())
+    compiled = torch.compile(mine, backend="confpred", options={"inductor": True})
     for seed in range(4):
         x, outs = images(dtype, seed=seed), []
         torch.compiler.cudagraph_mark_step_begin()

@@ -335,8 +335,8 @@ def test_a_program_from_the_disk_is_of_who_would_make_it_now(launched) -> None:
         for predictor, plans in ((Guessing(), 0), (PlansFirst(), 3), (Guessing(), 0)):
             confpred.use_predictor(predictor)
             torch._dynamo.reset()
-            options = confpred.inductor_options(graphs=False)
-            compiled = torch.compile(model, fullgraph=True, options=options)
+            options = {"inductor": True, "graphs": False}
+            compiled = torch.compile(model, fullgraph=True, backend="confpred", options=options)
             close(compiled(x), exact, 2e-2)
             launched.clear()
             close(compiled(x), exact, 2e-2)

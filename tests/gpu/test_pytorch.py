@@ -389,9 +389,8 @@ def test_trains_where_a_compiled_program_becomes_cuda_graphs(name, inductor, our
         return confpred.conv2d(x, weight, bias, **kwargs).relu()
 
     torch._dynamo.reset()
-    options = confpred.inductor_options() if inductor else None
-    backend = "inductor" if inductor else confpred_backend
-    compiled = torch.compile(block, fullgraph=True, backend=backend, options=options)
+    options = {"inductor": inductor}
+    compiled = torch.compile(block, fullgraph=True, backend=confpred_backend, options=options)
     for seed in range(5):  # warmed up, captured, and replayed
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():

@@ -26,7 +26,7 @@ def test_it_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(("told", "words"), [
     ({"options": {"graph": False}}, "options='graph' is not allowed; allowed: graphs"),
     ({"options": {"max_regrets": 2}}, "allowed: max_regret"),
-    ({"options": {"zzz": 1}}, "options='zzz' is not allowed; allowed: graphs or freeze"),
+    ({"options": {"zzz": 1}}, "options='zzz' is not allowed; allowed: inductor or graphs or freeze"),
     ({"options": {"verify": 9}}, "verify=9 is not allowed"),
     ({"mode": "reduce-overhead"}, "mode='reduce-overhead' is not allowed"),
 ])  # fmt: skip
@@ -77,19 +77,6 @@ def test_a_graph_of_the_cpu_is_left_as_it_is() -> None:
     for node in graph.nodes:
         node.meta["val"] = torch.empty(2, 3, 4, 4, device="meta")
     assert ordinal_of(graph) is None
-
-
-def test_inductor_gets_a_pass_and_options() -> None:
-    told = confpred.inductor_options(graphs=False, max_regret=1.2)
-    assert told["triton.cudagraphs"] is False
-    step = told["joint_custom_post_pass"]
-    assert confpred.__version__ in str(step.uuid())
-    graph = torch.fx.symbolic_trace(nn.Conv2d(3, 3, 1)).graph
-    before = str(graph)
-    step(graph)
-    assert str(graph) == before
-    with pytest.raises(InvalidInput, match="allowed: max_regret"):
-        confpred.inductor_options(maxregret=1)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -1,0 +1,56 @@
+"""Inductor for the rest of a captured graph: what confpred serves stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from confpred.pytorch.passes import Run, val_of
+
+
+def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return `gm` in the operators that Inductor lowers, with names of inputs as they are."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx import traceback
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils import _pytree
+
+    def run(*flat: Any) -> Any:
+        return fx.Interpreter(gm).run(*flat, enable_io_processing=False)
+
+    mode: Any = detect_fake_mode(inputs)
+    with config.patch(fallback_random=True), mode, traceback.preserve_node_meta():
+        traced = make_fx(run, select_decomp_table())(*_pytree.tree_leaves(inputs))
+    each = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
+    for old, new in zip(*each, strict=True):
+        new.target = old.target
+        new._rename(old.name)
+    traced.recompile()
+    return traced
+
+
+def compiled(
+    gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
+) -> tuple[Run, Sequence[int]]:
+    """Return `gm` compiled by Inductor, and the places of the inputs that it writes to; the
+    arguments are those of `confpred.pytorch.graphs.Graphed`."""
+    from torch._inductor import compile_fx, config
+
+    places = gm.graph.find_nodes(op="placeholder")
+    given = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
+    output.meta["user_visible_output_idxs"] = [i for i in seen if visible is None or i < visible]
+    # Random numbers are those of eager mode.
+    with config.patch(fallback_random=True):
+        compile_fx.record_original_output_strides(gm)
+        run: Any = compile_fx.compile_fx_inner(
+            gm, given, static_input_idxs=static, is_backward=kind == "backward",
+            is_inference=kind == "inference",
+        )  # fmt: skip
+    return run, sorted(run.mutated_input_idxs)
