@@ -5,7 +5,7 @@ beside how far PyTorch takes it from itself.
 
 Every run starts with the same weights and sees the same images: eight batches of random patterns,
 one a class, under noise. *again* is eager once more, as some of its sums are atomic; *others* is
-eager with cuDNN's other algorithms, those of its heuristics. A distance is the mean over the steps
+eager with cuDNN's other algorithms, those of its heuristics; *inductor* is `optimize` with that option. A distance is the mean over the steps
 of the difference between two losses, relative to eager's. Autocast to float16, SGD with momentum.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.networks.network_models import Setting
 from benchmarks.provenance import folder_of, is_published, provenance, write
 
 NETWORKS = ("resnet18", "mnasnet_100", "efficientnet_b0", "rexnet_150")
-WAYS = ("eager", "again", "others", "optimize")
+WAYS = ("eager", "again", "others", "optimize", "inductor")
 BATCHES, CLASSES, RATE = 8, 10, 0.05
 
 
@@ -48,10 +48,10 @@ def batches(setting: Setting) -> list[tuple[Tensor, Tensor]]:
 def losses(way: str, base: nn.Module, setting: Setting, steps: int) -> list[float]:
     """Return the loss of each step."""
     model = copy.deepcopy(base).train()
-    if way == "optimize":
+    if way in ("optimize", "inductor"):
         import confpred
 
-        confpred.optimize(model)
+        confpred.optimize(model, inductor=way == "inductor")
     torch.backends.cudnn.benchmark = way != "others"
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     scaler = torch.amp.GradScaler(setting.device, enabled=setting.device == "cuda")

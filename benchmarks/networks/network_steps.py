@@ -119,11 +119,20 @@ def exact() -> AbstractContextManager[Any]:
     )
 
 
+def leave_pool() -> None:
+    """Let the graphs that are recorded from now on have a pool of their own: in that of the way
+    before, nothing would be seen of what they need."""
+    from torch._inductor.cudagraph_trees import local
+
+    local.tree_manager_containers.clear()
+
+
 def make(
     name: str, base: nn.Module, setting: Setting, data: tuple[Tensor, Tensor], expected: Tensor
 ) -> Way:
     """Start a way, and run its first steps."""
     setting.synchronize()
+    leave_pool()
     free(setting)
     held = torch.cuda.memory_reserved() if setting.device == "cuda" else 0
     begun = time.perf_counter()

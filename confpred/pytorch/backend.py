@@ -209,19 +209,18 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
-        ordinal = ordinal_of(gm.graph)
+        if kind != "inference":
+            passes.convert_together(gm.graph, static if kind == "forward" else ())
+        written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
+        gm.recompile()
         if self.options.inductor:
-            plain, mutated = inductor.compiled(gm, inputs, static, visible, kind)
+            plain = inductor.compiled(gm, inputs, static, visible, kind)
         else:
-            if kind != "inference":
-                passes.convert_together(gm.graph)
-            written = passes.update_in_place(gm.graph)
-            gm.recompile()
             plain = boxed_nop(gm, [])
-            places = gm.graph.find_nodes(op="placeholder")
-            mutated = [i for i, node in enumerate(places) if node in written]
         if not self.options.graphs or ordinal is None:
             return plain
+        places = gm.graph.find_nodes(op="placeholder")
+        mutated = [i for i, node in enumerate(places) if node in written]
         return graphed(
             gm, plain, device=ordinal, static=static, written=mutated, visible=visible, kind=kind
         )

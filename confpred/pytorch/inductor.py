@@ -35,9 +35,9 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 def compiled(
     gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
-) -> tuple[Run, Sequence[int]]:
-    """Return `gm` compiled by Inductor, and the places of the inputs that it writes to; the
-    arguments are those of `confpred.pytorch.graphs.Graphed`."""
+) -> Run:
+    """Return `gm` compiled by Inductor; the arguments are those of
+    `confpred.pytorch.graphs.Graphed`."""
     from torch._inductor import compile_fx, config
 
     places = gm.graph.find_nodes(op="placeholder")
@@ -49,8 +49,8 @@ def compiled(
     # Random numbers are those of eager mode.
     with config.patch(fallback_random=True):
         compile_fx.record_original_output_strides(gm)
-        run: Any = compile_fx.compile_fx_inner(
+        run: Run = compile_fx.compile_fx_inner(
             gm, given, static_input_idxs=static, is_backward=kind == "backward",
             is_inference=kind == "inference",
         )  # fmt: skip
-    return run, sorted(run.mutated_input_idxs)
+    return run

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
 _FUNCTIONAL = aten._batch_norm_with_update_functional.default
+_CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def val_of(node: Any) -> Any:
@@ -164,23 +165,27 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
-def convert_together(graph: fx.Graph) -> None:
-    """Let parameters be converted to another dtype by one call before all else, and gradients by
-    one after all else. Each is a launch, of a microsecond or two where the tensor is small."""
-    output = graph.output_node()
+def convert_together(graph: fx.Graph, parameters: Sequence[int]) -> None:
+    """Let inputs that are `parameters` be converted to another dtype by one call before all else,
+    and results, where there are no parameters, by one after all else. Each is a launch, of a
+    microsecond or two where the tensor is small."""
+    output, inputs = graph.output_node(), graph.find_nodes(op="placeholder")
+    given = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        first = node.args[0].op == "placeholder"
-        if (first or node.users.keys() == {output}) and _only_converts(node):
+    for node in list(graph.nodes):
+        if node.target not in _CONVERSIONS:
+            continue
+        first = node.args[0] in given
+        last = not given and node.users.keys() == {output}
+        if (first or last) and _only_converts(node):
             source, made = val_of(node.args[0]), val_of(node)
             groups.setdefault((first, source.dtype, made.dtype, made.device), []).append(node)
-    places = graph.find_nodes(op="placeholder")
     for (first, _, dtype, _), nodes in groups.items():
         if len(nodes) < 2:
             continue
-        with graph.inserting_after(places[-1]) if first else graph.inserting_before(output):
-            given = ([node.args[0] for node in nodes], dtype)
-            made = graph.call_function(torch.ops.confpred.convert.default, given)
+        with graph.inserting_after(inputs[-1]) if first else graph.inserting_before(output):
+            arguments = ([node.args[0] for node in nodes], dtype)
+            made = graph.call_function(torch.ops.confpred.convert.default, arguments)
         made.meta["val"] = [val_of(node) for node in nodes]
         for index, node in enumerate(nodes):
             with graph.inserting_after(made):

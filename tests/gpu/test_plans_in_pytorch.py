@@ -28,6 +28,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
+from confpred.pytorch.backend import confpred as confpred_backend
 
 pytestmark = pytest.mark.skipif(
     find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend, an optional extra"
@@ -336,7 +337,9 @@ def test_a_program_from_the_disk_is_of_who_would_make_it_now(launched) -> None:
             confpred.use_predictor(predictor)
             torch._dynamo.reset()
             options = {"inductor": True, "graphs": False}
-            compiled = torch.compile(model, fullgraph=True, backend="confpred", options=options)
+            compiled = torch.compile(
+                model, fullgraph=True, backend=confpred_backend, options=options
+            )
             close(compiled(x), exact, 2e-2)
             launched.clear()
             close(compiled(x), exact, 2e-2)
