@@ -5,8 +5,9 @@ beside how far PyTorch takes it from itself.
 
 Every run starts with the same weights and sees the same images: eight batches of random patterns,
 one a class, under noise. *again* is eager once more, as some of its sums are atomic; *others* is
-eager with cuDNN's other algorithms, those of its heuristics; *inductor* is `optimize` with that option. A distance is the mean over the steps
-of the difference between two losses, relative to eager's. Autocast to float16, SGD with momentum.
+eager with cuDNN's other algorithms, those of its heuristics; *inductor* is `optimize` with that
+option. A distance is the mean over the steps of the difference between two losses, relative to
+eager's. Autocast to float16, SGD with momentum.
 """
 
 from __future__ import annotations
