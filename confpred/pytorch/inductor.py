@@ -13,7 +13,7 @@ from confpred.pytorch.passes import Run, val_of
 def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """Return `gm` in the operators that Inductor lowers, with names of inputs as they are."""
     from torch._guards import detect_fake_mode
-    from torch._inductor import config
+    from torch._inductor import config, lowering  # noqa: F401  decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx import traceback
     from torch.fx.experimental.proxy_tensor import make_fx
