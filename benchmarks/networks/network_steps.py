@@ -31,10 +31,6 @@ from benchmarks.networks.network_models import (
 )
 from benchmarks.networks.networks import PARTS
 
-#: Ways of running a network. ``again`` is eager once more: the two differ by the noise.
-WAYS = (
-    "eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "compile+confpred",
-)  # fmt: skip
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm; networks with random weights magnify rounding, each by another factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01

@@ -18,25 +18,27 @@ MODES = ("inference", "training")
 #: Ways whose wall time is shown beside eager PyTorch's, and their names in a table.
 WAYS = {
     "optimize": "`optimize`",
+    "inductor": "with `inductor`",
     "freeze": "with `freeze`",
     "compile": "`torch.compile`",
     "reduce-overhead": "its mode `reduce-overhead`",
-    "compile+confpred": "`inductor_options`",
 }
+#: Ways of confpred's, and what the name of a step says of them.
+OURS = {"optimize": "", "inductor": ", with `inductor`"}
 
 
 def summary(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate `optimize` over all networks, by mode and batch, beside the noise."""
+    """Tabulate confpred's ways over all networks, by mode and batch, beside the noise."""
     heads = (
         "step, batch", "networks", "wall time over eager: geomean", "least",
         "GPU time over eager: geomean", "least", "over Inductor: geomean", "least",
         "eager over itself",
     )  # fmt: skip
     rows = []
-    for name, group in _groups(result["rows"]):
-        cells = [_count(group, "optimize")]
+    for name, way, group in _by_way(result["rows"]):
+        cells = [_count(group, way)]
         for field in ("over_eager", "graph_over_eager", "graph_over_compile"):
-            cells += _mean_and_least(_values(group, "optimize", field))
+            cells += _mean_and_least(_values(group, way, field))
         noise = _values(group, "again", "over_eager")
         cells.append(f"{min(noise):.2f}x to {max(noise):.2f}x" if noise else "")
         rows.append((name, *cells))
@@ -74,22 +76,22 @@ def parts(result: dict[str, Any], markdown: Markdown) -> str:
 
 
 def per_network(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the wall and the GPU time of `optimize` over eager, for each network."""
-    steps = [name for name, _ in _groups(result["rows"])]
+    """Tabulate the wall and the GPU time of confpred's ways over eager, for each network."""
     cells: dict[str, dict[str, str]] = {}
-    for name, group in _groups(result["rows"]):
+    for name, way, group in _by_way(result["rows"]):
         for row in group:
-            if row["way"] == "optimize":
+            if row["way"] == way:
                 ratios = [_shown(row, field) for field in ("over_eager", "graph_over_eager")]
                 known = ratios[:1] if "error" in row else list(filter(None, ratios))
                 cells.setdefault(row["network"], {})[name] = ", ".join(known)
+    steps = [name for name, _, _ in _by_way(result["rows"])]
     rows = [(name, *(found.get(s, "") for s in steps)) for name, found in sorted(cells.items())]
     return _filled(("network", *steps), rows, markdown)
 
 
 def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
     """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
-    names = ("eager", "optimize", "compile", "compile+confpred")
+    names = ("eager", "optimize", "inductor", "compile")
     shown = {"eager": "eager"} | WAYS
     heads = ["step"]
     heads += [f"first step, {shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
@@ -137,6 +139,14 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         for batch in sorted({row["batch"] for row in rows if row["mode"] == mode}):
             group = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
             yield f"{mode}, {batch}", group
+
+
+def _by_way(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield the rows of each mode and batch for each of confpred's ways in them, with a name."""
+    for name, group in _groups(rows):
+        for way, more in OURS.items():
+            if any(row["way"] == way for row in group):
+                yield name + more, way, group
 
 
 def _by_step(rows: Sequence[Row], mode: str) -> list[tuple[tuple[str, int], dict[str, Row]]]:

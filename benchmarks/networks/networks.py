@@ -44,6 +44,7 @@ NETWORKS = (
     "regnetx_016", "resnext50_32x4d", "fastvit_sa12",
 )  # fmt: skip
 MODES, BATCHES = ("inference", "training"), (1, 16, 32, 128)
+#: Ways of running a network. ``again`` is eager once more: the two differ by the noise.
 WAYS = ("eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "inductor")
 LEAST_S = 20  # less than this left of the budget, and no new process is started
 #: Ways that show what a part of `optimize` brings, a module and its function that they do without;

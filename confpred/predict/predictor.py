@@ -7,7 +7,6 @@ times; how a config fills the device at hand is in the features, and decides wha
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -100,22 +99,6 @@ class Predictor:
     def models(self) -> Mapping[str, Model]:
         """The models in use, by device key."""
         return self._models
-
-    def identity(self, device: str | Device) -> str | None:
-        """Return a text that is the same for predictors whose choices for `device` are the same, in
-        any process of this release; None where only time can tell, as for a subclass."""
-        if type(self) is not Predictor:
-            return None
-        here = get_device(device)
-        own = self._models.get(here.key)
-        models = self._models.values() if own is None else (own,)  # of others it is transferred
-        planned = sorted(
-            repr((problem, choice.candidate))
-            for (problem, on), choice in self._planned.items()
-            if on == here.key
-        )
-        facts = (sorted(model.digest for model in models), planned, self._limits)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def within(self, limits: Limits) -> Predictor:
         """Return a predictor that chooses as this one does among what keeps within `limits`: a

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import torch
 
@@ -154,12 +153,6 @@ def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
             log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
     found = _predictors[operation] = known or Predictor.load(operation=operation)
     return found
-
-
-def identity(device: Device, wishes: Wishes) -> str:
-    """Return a text that is the same where the choices for `device` are, in any process."""
-    named = current_predictor().identity(device)
-    return repr((named or uuid4().hex, wishes, convolutions_allow_tf32(), cudnn_version()))
 
 
 def limits_for(problem: Record, limits: Limits) -> Limits:

@@ -54,8 +54,8 @@ def optimize(
             and autocast modes in force, and its outputs (in training its gradients, too) are
             compared with the original's. Without it the first call captures.
         dynamic: as of ``torch.compile``: None lets a size that changes become an open one.
-        options: ``graphs``, ``freeze``, ``verify``, ``max_regret`` and ``limits``; see
-            `confpred.pytorch.backend.Options`.
+        options: ``inductor``, ``graphs``, ``freeze``, ``verify``, ``max_regret`` and ``limits``, as
+            in `confpred.pytorch.backend.Options`.
 
     Returns:
         `model` itself.

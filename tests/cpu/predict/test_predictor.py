@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +25,6 @@ from confpred.predict.plan import plan_of
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor, donor_for
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.problem.limits import Limits
 
 H100 = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -192,30 +189,6 @@ def test_families_that_the_model_does_not_know_stand_in_where_none_of_its_own_is
         ("heuristic", "depthwise_fprop", None)
     }
     assert all(c.regret_bound is None for c in ranked)
-
-
-def test_what_answers_alike_has_one_identity_in_every_process(predictor, model_folder):
-    class Other(Predictor):
-        pass
-
-    found = predictor.identity("h100")
-    assert Predictor.load(model_folder).identity("h100") == found
-    program = (
-        "import sys; from confpred import Predictor;"
-        "print(Predictor.load(sys.argv[1]).identity('h100'), end='')"
-    )
-    command = [sys.executable, "-c", program, str(model_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == found
-    pinned, elsewhere = (
-        Predictor(predictor.models, plan_of([Choice(UNSEEN, device, "pinned")]))
-        for device in ("h100", "h200")
-    )
-    assert elsewhere.identity("h100") == found
-    limited = predictor.within(Limits(workspace_bytes=0))
-    others = {each.identity("h100") for each in (pinned, Predictor({}), limited)}
-    assert len(others - {found, None}) == 3
-    assert Other(predictor.models).identity("h100") is None
 
 
 def test_answers_do_not_depend_on_order_threads_or_process(predictor, model_folder):
