@@ -212,15 +212,15 @@ class Compiler:
         if kind != "inference":
             passes.convert_together(gm.graph, static if kind == "forward" else ())
         written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
+        places = gm.graph.find_nodes(op="placeholder")
+        mutated = [i for i, node in enumerate(places) if node in written]
         gm.recompile()
-        if self.options.inductor:
+        if self.options.inductor:  # which changes the graph
             plain = inductor.compiled(gm, inputs, static, visible, kind)
         else:
             plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal is None:
             return plain
-        places = gm.graph.find_nodes(op="placeholder")
-        mutated = [i for i, node in enumerate(places) if node in written]
         return graphed(
             gm, plain, device=ordinal, static=static, written=mutated, visible=visible, kind=kind
         )

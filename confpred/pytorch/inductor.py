@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from confpred.pytorch.passes import Run, val_of
 
@@ -37,20 +38,31 @@ def compiled(
     gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
 ) -> Run:
     """Return `gm` compiled by Inductor; the arguments are those of
-    `confpred.pytorch.graphs.Graphed`."""
+    `confpred.pytorch.graphs.Graphed`.
+
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs, and run
+    the whole graph for negative and conjugate views, whose bits Inductor's kernels do not read.
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import compile_fx, config
 
+    plain = boxed_nop(fx.GraphModule(gm, deepcopy(gm.graph)), [])  # Inductor changes `gm`
     places = gm.graph.find_nodes(op="placeholder")
     given = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
     output = gm.graph.output_node()
     results: Any = output.args[0]
     seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
     output.meta["user_visible_output_idxs"] = [i for i in seen if visible is None or i < visible]
-    # Random numbers are those of eager mode.
     with config.patch(fallback_random=True):
         compile_fx.record_original_output_strides(gm)
         run: Run = compile_fx.compile_fx_inner(
             gm, given, static_input_idxs=static, is_backward=kind == "backward",
             is_inference=kind == "inference",
         )  # fmt: skip
-    return run
+
+    def call(given: list[Any]) -> Any:
+        lazy = any(isinstance(x, Tensor) and (x.is_neg() or x.is_conj()) for x in given)
+        return (plain if lazy else run)(given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hazards import HAZARDS, compare
 from layers_on_gpu import ours_first
 
+HOW: dict[str, dict[str, Any]] = {
+    "graphs": {}, "no graphs": {"graphs": False}, "inductor": {"inductor": True},
+}  # fmt: skip
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", HAZARDS)
-def test_a_hazard(name: str, graphs: bool) -> None:
+def test_a_hazard(name: str, how: str) -> None:
     with ours_first() as ours:
-        compare(HAZARDS[name], "cuda", graphs=graphs)
+        compare(HAZARDS[name], "cuda", **HOW[how])
     assert any(ours.chosen) or not HAZARDS[name].kernels

@@ -277,3 +277,14 @@ def test_a_program_computes_the_same(captured, name: str) -> None:
     ran = [target for done in captured.passes for target in done.targets()]
     found = HAZARDS[name]
     assert any(t.startswith("confpred.") for t in ran) or found.refused or not found.kernels
+
+
+@pytest.mark.slow(reason="Inductor compiles programs in C++; all hazards are for a GPU")
+@pytest.mark.parametrize("name", [
+    "a_model_that_writes_its_input", "batches_of_none_and_one", "dropout_draws_anew",
+    "negative_and_conjugate_views_into_models", "parameters_swapped",
+    "training_and_inference_in_turns", "views_with_odd_memory_into_models",
+    "weights_written_through_data",
+])  # fmt: skip
+def test_a_program_computes_the_same_with_inductor(name: str) -> None:
+    compare(HAZARDS[name], "cpu", inductor=True)

@@ -60,18 +60,22 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[BatchNorm]:
     return asked
 
 
-def captured(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def captured(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
     made: Callable[[Tensor], Tensor] = torch.compile(
-        model, backend="confpred", options={"graphs": False}, dynamic=False
+        model, backend="confpred", options={"graphs": False, **options}, dynamic=False
     )
     return made
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_a_step_is_what_pytorch_computes(name: str, served: list[BatchNorm]) -> None:
+@pytest.mark.parametrize(("name", "inductor"), [
+    *((name, False) for name in AFTER), ("add, silu in place", True), ("none", True),
+])  # fmt: skip
+def test_a_step_is_what_pytorch_computes(
+    name: str, inductor: bool, served: list[BatchNorm]
+) -> None:
     model = NormBlock(AFTER[name]).to(memory_format=torch.channels_last)
     theirs = copy.deepcopy(model)
-    ours = captured(model)
+    ours = captured(model, inductor=inductor)
     for _ in range(2):
         mine = step(ours, list(model.parameters()), images())
         other = step(theirs, list(theirs.parameters()), images())

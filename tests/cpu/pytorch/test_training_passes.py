@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ UPDATE, FUNCTIONAL = (
 COUNT, COPY = "aten._foreach_add_.Scalar", "aten.copy_.default"
 
 
-def trained(model: nn.Module, x: Tensor, *, input_gradient: bool = True, steps: int = 2) -> None:
+def trained(
+    model: nn.Module, x: Tensor, *, input_gradient: bool = True, steps: int = 2, **options: Any
+) -> None:
     """Compare some steps of a capture of `model` with those of `model`."""
     other = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
     for step in range(steps):
         found = [_step(m, call, x + step, input_gradient) for m, call in
                  ((model, compiled), (other, other))]  # fmt: skip
@@ -94,6 +97,29 @@ def image() -> Tensor:
     return torch.randn(4, 8, 6, 5, generator=torch.Generator().manual_seed(1)).contiguous(
         memory_format=LAST
     )
+
+
+@pytest.mark.slow(reason="Inductor compiles programs in C++")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_inductor_computes_what_is_left(captured, kind) -> None:
+    model = made(BLOCKS[kind]()).train().to(memory_format=LAST)
+    for module in model.modules():
+        if type(module).__name__ in ("DropPath", "Dropout"):
+            module.eval()
+    x = images().contiguous(memory_format=LAST)
+    trained(model, x, inductor=True)
+    assert captured.of("forward").count(CONV) == captured.of("backward").count(BACKWARD) > 0
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(captured.of("forward").told["written"]) == 3 * len(norms)
+    for freeze in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            model.eval(), backend=backend, options={"inductor": True, "freeze": freeze},
+            dynamic=not freeze,
+        )  # fmt: skip
+        with torch.no_grad():
+            for batch in (2, 3) if not freeze else (2,):
+                torch.testing.assert_close(compiled(x[:batch]), model(x[:batch]))
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
