@@ -5,9 +5,10 @@ beside how far PyTorch takes it from itself.
 
 Every run starts with the same weights and sees the same images: eight batches of random patterns,
 one a class, under noise. *again* is eager once more, as some of its sums are atomic; *others* is
-eager with cuDNN's other algorithms, those of its heuristics; *inductor* is `optimize` with that
-option. A distance is the mean over the steps of the difference between two losses, relative to
-eager's. Autocast to float16, SGD with momentum.
+eager with cuDNN's deterministic algorithms (without benchmark mode alone, PyTorch would take those
+that it has found before); *inductor* is `optimize` with that option. A distance is the mean over
+the steps of the difference between two losses, relative to eager's. Autocast to float16, SGD with
+momentum.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def losses(way: str, base: nn.Module, setting: Setting, steps: int) -> list[floa
 
         confpred.optimize(model, inductor=way == "inductor")
     torch.backends.cudnn.benchmark = way != "others"
+    torch.backends.cudnn.deterministic = way == "others"
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     scaler = torch.amp.GradScaler(setting.device, enabled=setting.device == "cuda")
     data, found = batches(setting), []
