@@ -216,7 +216,7 @@ class Compiler:
         mutated = [i for i, node in enumerate(places) if node in written]
         gm.recompile()
         if self.options.inductor:  # which changes the graph
-            plain = inductor.compiled(gm, inputs, static, visible, kind)
+            plain = inductor.compiled(gm, inputs, static, mutated, visible, kind)
         else:
             plain = boxed_nop(gm, [])
         if not self.options.graphs or ordinal is None:

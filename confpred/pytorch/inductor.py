@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from confpred.pytorch.passes import Run, val_of
@@ -35,20 +35,19 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def compiled(
-    gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
-) -> Run:
+    gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int],
+    visible: int | None, kind: str,
+) -> Run:  # fmt: skip
     """Return `gm` compiled by Inductor; the arguments are those of
     `confpred.pytorch.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs, and run
-    the whole graph for negative and conjugate views, whose bits Inductor's kernels do not read.
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs. Inductor
+    does not read the bits of negative and conjugate views, so such inputs are copied.
     """
-    from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import compile_fx, config
 
-    plain = boxed_nop(fx.GraphModule(gm, deepcopy(gm.graph)), [])  # Inductor changes `gm`
     places = gm.graph.find_nodes(op="placeholder")
-    given = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
+    examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
     output = gm.graph.output_node()
     results: Any = output.args[0]
     seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
@@ -56,13 +55,25 @@ def compiled(
     with config.patch(fallback_random=True):
         compile_fx.record_original_output_strides(gm)
         run: Run = compile_fx.compile_fx_inner(
-            gm, given, static_input_idxs=static, is_backward=kind == "backward",
+            gm, examples, static_input_idxs=static, is_backward=kind == "backward",
             is_inference=kind == "inference",
         )  # fmt: skip
 
     def call(given: list[Any]) -> Any:
-        lazy = any(isinstance(x, Tensor) and (x.is_neg() or x.is_conj()) for x in given)
-        return (plain if lazy else run)(given)
+        lazy = [(i, x) for i, x in enumerate(given) if is_lazy(x)]
+        for i, x in lazy:
+            given[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            given[i].copy_(x)
+        back = [(x, given[i]) for i, x in lazy if i in written]
+        found = run(given)
+        for x, copy in back:
+            x.copy_(copy)
+        return found
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def is_lazy(x: Any) -> bool:
+    """Return whether the numbers of a tensor are those in its memory with another sign."""
+    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj())

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hazards import HAZARDS, compare
-from network_blocks import LAST, image, made
+from network_blocks import LAST, Around, image, made
 from slow import slow_but
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -288,3 +288,19 @@ def test_a_program_computes_the_same(captured, name: str) -> None:
 ])  # fmt: skip
 def test_a_program_computes_the_same_with_inductor(name: str) -> None:
     compare(HAZARDS[name], "cpu", inductor=True)
+
+
+@pytest.mark.slow(reason="Inductor compiles a program in C++")
+@torch.no_grad()
+def test_inductor_writes_to_a_negative_view() -> None:
+    found = []
+    for optimized in (False, True):
+        model = Around(lambda m, x: m.conv(x.add_(1)), conv=nn.Conv2d(3, 3, 1)).eval()
+        nn.init.constant_(model.conv.weight, 0.5)
+        nn.init.zeros_(model.conv.bias)
+        if optimized:
+            confpred.optimize(model, inductor=True)
+        x = torch._neg_view(image())
+        found.append((model(x), x))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
