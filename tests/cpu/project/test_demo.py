@@ -19,6 +19,8 @@ import synthetic
 #: Seconds: of processor time in all, and without a line where nothing else uses the processors,
 #: which is as long as a fold takes that grows 900 trees a family.
 BUDGET, SILENCE = 75.0, 10.0
+#: Processor seconds of `IMPORTS` on the machine of these limits: a slower one may take longer.
+IMPORTS, IMPORTS_S = "import lightgbm, pyarrow.parquet, sklearn.model_selection", 1.1
 #: How many times as long both may be beside another test: two hardware threads share a core.
 BESIDE = 1.75 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 
@@ -80,6 +82,16 @@ def _processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def slowness() -> float:
+    """Return how many times as slow this machine is as that of the limits, 1 at least."""
+    used = []
+    for _ in range(3):
+        before = _processor_s()
+        subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+        used.append(_processor_s() - before)
+    return max(1.0, min(used) / IMPORTS_S)
+
+
 def summary_of(told: Told) -> list[str]:
     """Return the lines from the summary's heading on."""
     (at,) = (i for i, line in enumerate(told.lines) if line.startswith("Summary: "))
@@ -128,11 +140,12 @@ def test_the_demo_on_made_up_measurements(
 )
 def test_the_demo_on_the_committed_measurements(repository: Path) -> None:
     """It shows figures worth showing, in its time, and is never silent for long."""
+    allowed = BESIDE * slowness()
     told = run(repository, ["grouped_fprop", "depthwise_fprop"])
     check(told)
-    assert told.processor <= BESIDE * BUDGET
+    assert told.processor <= allowed * BUDGET
     busy = max(1.0, told.wall / told.processor)  # others use the processors too
-    assert told.silence <= SILENCE * BESIDE * busy
+    assert told.silence <= allowed * SILENCE * busy
     for line in summary_of(told)[1:4]:
         regret = re.search(r"regret.*? (\d\.\d{3})\b", line)
         assert regret is not None, line
