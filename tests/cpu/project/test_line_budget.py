@@ -18,7 +18,7 @@ BUDGETS = {
     "confpred/measure": 1170, "confpred/model": 1950, "confpred/predict": 1430,
     "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4200,
     "confpred/report": 1200, "confpred/retraining": 1370, "confpred/sampler": 2180,
-    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 36010,
+    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 36030,
 }  # fmt: skip
 MODULES = 152  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
