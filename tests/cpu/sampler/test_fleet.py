@@ -112,7 +112,7 @@ def test_what_hangs_is_killed_by_the_watch(tmp_path, faults):
     """The first actor is stopped as a whole, the other's child hangs in a measurement."""
     for name in ("stop-4", "hang-6"):
         (faults / name).touch()
-    tally = run(tmp_path, silence_s=8.0)
+    tally = run(tmp_path, silence_s=20.0)
     (faults / "hang-6").unlink()
     assert (tally.finished, tally.lost) == (True, 1)
     assert tally.statuses == {"ok": CONFIGS * 7, "timeout": CONFIGS}
