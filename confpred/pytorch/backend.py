@@ -161,8 +161,8 @@ class Compiler:
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
 
-        Nothing is computed again in the backward pass: without fused pointwise kernels that costs
-        a pass over memory each.
+        Only Inductor computes something again in the backward pass: without fused pointwise kernels
+        that costs a pass over memory each.
         """
         from torch._functorch import partitioners
 

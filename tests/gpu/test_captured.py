@@ -399,6 +399,19 @@ def test_networks_in_training(
 def test_norms_with_what_follows(
     name: str, dtype: torch.dtype, frozen: bool, ours, norms_by_ours
 ) -> None:
+    norms_are_as_good(name, dtype, frozen, ours)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["batch", "frozen"])
+@pytest.mark.parametrize("name", ["none", "silu in place", "add, relu"])
+def test_norms_beside_inductor(name: str, frozen: bool, ours, norms_by_ours) -> None:
+    norms_are_as_good(name, torch.float16, frozen, ours, inductor=True)
+
+
+def norms_are_as_good(
+    name: str, dtype: torch.dtype, frozen: bool, ours: OursFirst, **options: Any
+) -> None:
+    """Compare outputs, gradients and running statistics of steps that are replayed."""
     model = made(NormBlock(AFTER[name])).cuda().to(memory_format=LAST).train()
     model.norm.train(not frozen)
     if name.startswith("hardswish"):
@@ -406,21 +419,6 @@ def test_norms_with_what_follows(
         # as much as half of its gradient. So no value comes near.
         nn.init.constant_(model.norm.weight, 0.3)
         nn.init.zeros_(model.norm.bias)
-    steps_are_as_good(model, dtype)
-    assert any(family and family.startswith("batch_norm") for family in ours.chosen)
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["batch", "frozen"])
-@pytest.mark.parametrize("name", ["none", "silu in place", "add, relu"])
-def test_norms_beside_inductor(name: str, frozen: bool, ours, norms_by_ours) -> None:
-    model = made(NormBlock(AFTER[name])).cuda().to(memory_format=LAST).train()
-    model.norm.train(not frozen)
-    steps_are_as_good(model, torch.float16, inductor=True)
-    assert any(family and family.startswith("batch_norm") for family in ours.chosen)
-
-
-def steps_are_as_good(model: Any, dtype: torch.dtype, **options: Any) -> None:
-    """Compare outputs, gradients and running statistics of steps that are replayed."""
     theirs, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     confpred.optimize(model, **options)
     for seed in range(4):
@@ -434,6 +432,7 @@ def steps_are_as_good(model: Any, dtype: torch.dtype, **options: Any) -> None:
             as_good(mine, other, right)
         for a, b in zip(model.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert any(family and family.startswith("batch_norm") for family in ours.chosen)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
