@@ -13,6 +13,7 @@ from hypothesis import settings
 # a fixed seed keeps a failure reproducible and a pass meaningful from one run to the next.
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
+pytest.register_assert_rewrite("hazards")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,14 +1,13 @@
 """Losses of 200 steps of training: how far `optimize` takes a network from eager PyTorch,
 beside how far PyTorch takes it from itself.
 
-    python -m benchmarks.networks.losses [--networks A,B] [--steps 200] [--out FOLDER]
+    python -m benchmarks.networks.losses [--networks A,B] [--steps 200] [--seeds 3] [--out FOLDER]
 
-Every run starts with the same weights and sees the same images: eight batches of random patterns,
-one a class, under noise. *again* is eager once more, as some of its sums are atomic; *others* is
-eager with cuDNN's deterministic algorithms (without benchmark mode alone, PyTorch would take those
-that it has found before); *inductor* is `optimize` with that option. A distance is the mean over
-the steps of the difference between two losses, relative to eager's. Autocast to float16, SGD with
-momentum.
+Each seed gives weights, with which every run starts, and images: eight batches of random patterns,
+one a class, under noise. *deterministic* is eager with cuDNN's deterministic algorithms, and
+*channels first* with the algorithms of that layout; *inductor* is `optimize` with that option. A
+distance is the mean over the steps of the difference between two losses, relative to eager's.
+Autocast to float16, SGD with momentum; the rate rises over the first 20 steps.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from benchmarks.networks.network_models import Setting
 from benchmarks.provenance import folder_of, is_published, provenance, write
 
 NETWORKS = ("resnet18", "mnasnet_100", "efficientnet_b0", "rexnet_150")
-WAYS = ("eager", "again", "others", "optimize", "inductor")
-BATCHES, CLASSES, RATE = 8, 10, 0.05
+WAYS = ("eager", "deterministic", "channels first", "optimize", "inductor")
+BATCHES, CLASSES, RATE, RISE = 8, 10, 0.01, 20
 
 
-def batches(setting: Setting) -> list[tuple[Tensor, Tensor]]:
+def batches(setting: Setting, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Return images and labels."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(CLASSES, 3, 8, 8, generator=generator)
     patterns = F.interpolate(coarse, (setting.size, setting.size), mode="bilinear")
     made = []
@@ -42,28 +41,24 @@ def batches(setting: Setting) -> list[tuple[Tensor, Tensor]]:
         labels = torch.randint(CLASSES, (setting.batch,), generator=generator)
         images = patterns[labels]
         images = images + 2 * torch.randn(images.shape, generator=generator)
-        images = images.to(setting.device, memory_format=torch.channels_last)
-        made.append((images, labels.to(setting.device)))
+        made.append((images.to(setting.device), labels.to(setting.device)))
     return made
 
 
-def losses(way: str, base: nn.Module, setting: Setting, steps: int) -> list[float]:
-    """Return the loss of each step."""
-    model = copy.deepcopy(base).train()
-    if way in ("optimize", "inductor"):
-        import confpred
-
-        confpred.optimize(model, inductor=way == "inductor")
-    torch.backends.cudnn.benchmark = way != "others"
-    torch.backends.cudnn.deterministic = way == "others"
+def losses(way: str, model: nn.Module, setting: Setting, seed: int, steps: int) -> list[float]:
+    """Return the loss of each step of training `model`."""
+    torch.backends.cudnn.deterministic = way == "deterministic"
+    torch.backends.cudnn.benchmark = way != "deterministic"
+    layout = torch.contiguous_format if way == "channels first" else torch.channels_last
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     scaler = torch.amp.GradScaler(setting.device, enabled=setting.device == "cuda")
-    data, found = batches(setting), []
+    data, found = batches(setting, seed), []
     for step in range(steps):
         images, labels = data[step % len(data)]
+        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / RISE)
         optimizer.zero_grad(set_to_none=True)
         with setting.autocast():
-            out = model(images)
+            out = model(images.contiguous(memory_format=layout))
         loss = F.cross_entropy(out.float(), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -72,29 +67,50 @@ def losses(way: str, base: nn.Module, setting: Setting, steps: int) -> list[floa
     return torch.stack(found).tolist()
 
 
-def row_of(network: str, told: argparse.Namespace) -> dict[str, Any]:
-    """Return the losses of each way, and their distances from eager's."""
+def started(way: str, setting: Setting) -> nn.Module:
+    """Return the network of `setting`, as `way` runs it."""
     import timm
 
+    import confpred
+
+    model = timm.create_model(setting.network, num_classes=CLASSES, drop_rate=0.0).train()
+    layout = torch.contiguous_format if way == "channels first" else torch.channels_last
+    model = model.to(setting.device, memory_format=layout)
+    if way in ("optimize", "inductor"):
+        confpred.optimize(model, inductor=way == "inductor")
+    return model
+
+
+def rows_of(network: str, told: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return for each seed the losses of each way, and their distances from eager's."""
     setting = Setting(network, "training", told.batch, told.size, told.device)
-    torch.manual_seed(0)
-    base = timm.create_model(network, num_classes=CLASSES, drop_rate=0.0)
-    base = base.to(setting.device, memory_format=torch.channels_last)
-    runs = {way: losses(way, base, setting, told.steps) for way in WAYS}
-    eager = runs["eager"]
-    distances = {
-        way: fmean(abs(a - b) for a, b in zip(run, eager, strict=True)) / fmean(eager)
-        for way, run in runs.items()
-    }
-    tail = max(1, told.steps // 10)
-    last = {way: fmean(run[-tail:]) for way, run in runs.items()}
-    return {"network": network, "distances": distances, "last": last, "losses": runs}
+    weights = []
+    for seed in range(told.seeds):
+        torch.manual_seed(seed)
+        weights.append(copy.deepcopy(started("eager", setting).state_dict()))
+    runs: dict[str, list[list[float]]] = {}
+    for way in WAYS:
+        model, runs[way] = started(way, setting), []
+        for seed, state in enumerate(weights):
+            model.load_state_dict(state)
+            runs[way].append(losses(way, model, setting, seed, told.steps))
+    rows = []
+    for seed in range(told.seeds):
+        of_seed = {way: found[seed] for way, found in runs.items()}
+        eager = of_seed["eager"]
+        distances = {
+            way: fmean(abs(a - b) for a, b in zip(run, eager, strict=True)) / fmean(eager)
+            for way, run in of_seed.items()
+        }
+        rows.append({"network": network, "seed": seed, "distances": distances, "losses": of_seed})
+    return rows
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--networks", type=lambda text: text.split(","), default=list(NETWORKS))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=128, help="of images")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
@@ -107,9 +123,11 @@ def main(words: Sequence[str] | None = None) -> None:
     facts = provenance("torch", "timm", gpu=on_gpu) | {"steps": told.steps, "batch": told.batch}
     rows: list[dict[str, Any]] = []
     for network in told.networks:
-        rows.append(row_of(network, told))
-        shown = {name: round(value, 4) for name, value in rows[-1]["distances"].items()}
-        print(network, shown, rows[-1]["last"], flush=True)
+        found = rows_of(network, told)
+        for way in WAYS[1:]:
+            each = (f"{row['distances'][way]:.4f}" for row in found)
+            print(f"{network:16} {way:16}", *each, flush=True)
+        rows += found
         write("losses", facts | {"rows": rows}, out)
 
 

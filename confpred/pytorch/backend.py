@@ -126,6 +126,8 @@ class Compiler:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        # PyTorch expects other layouts of convolutions without cuDNN than they return.
+        self.inductor = options.inductor and torch.backends.cudnn.enabled
         self.sites: list[fusing.Site] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -151,7 +153,7 @@ class Compiler:
         passes.views_of_any_layout(gm.graph)
         passes.drop_copies(gm.graph)
         self._choose(gm.graph, fusing.fuse)
-        if self.options.inductor:
+        if self.inductor:
             gm = inductor.decomposed(gm, inputs)
         run = partial(self._run, inputs=inputs, kind="inference")
         known: Any = torch._guards.TracingContext.get().fw_metadata
@@ -172,7 +174,7 @@ class Compiler:
         choose = self.chooser(joint.graph)
         if choose is not None and choosing.is_known(BATCH_NORM.name):
             norms.serve(joint.graph, choose)
-        if self.options.inductor:
+        if self.inductor:
             joint = inductor.decomposed(joint, inputs)
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
@@ -215,7 +217,7 @@ class Compiler:
         places = gm.graph.find_nodes(op="placeholder")
         mutated = [i for i, node in enumerate(places) if node in written]
         gm.recompile()
-        if self.options.inductor:  # which changes the graph
+        if self.inductor:  # which changes the graph
             plain = inductor.compiled(gm, inputs, static, mutated, visible, kind)
         else:
             plain = boxed_nop(gm, [])

@@ -41,13 +41,18 @@ def compiled(
     """Return `gm` compiled by Inductor; the arguments are those of
     `confpred.pytorch.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs. Inductor
-    does not read the bits of negative and conjugate views, so such inputs are copied.
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
+
+    Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
+    parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
+    not read the bits of negative and conjugate views, either. Such inputs are copied. cuDNN is on,
+    as at the capture: without it convolutions return another layout.
     """
     from torch._inductor import compile_fx, config
 
     places = gm.graph.find_nodes(op="placeholder")
     examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
+    strides = {i: _fixed(x.stride()) for i, x in enumerate(examples) if isinstance(x, Tensor)}
     output = gm.graph.output_node()
     results: Any = output.args[0]
     seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
@@ -60,12 +65,22 @@ def compiled(
         )  # fmt: skip
 
     def call(given: list[Any]) -> Any:
-        lazy = [(i, x) for i, x in enumerate(given) if is_lazy(x)]
-        for i, x in lazy:
-            given[i] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        back = []
+        for i, known in strides.items():
+            x = given[i]
+            wanted = known or x.stride()
+            if x.stride() == wanted and not x.is_neg() and not x.is_conj():
+                continue
+            given[i] = torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
             given[i].copy_(x)
-        back = [(x, given[i]) for i, x in lazy if i in written]
-        found = run(given)
+            if i in written:
+                back.append((x, given[i]))
+        is_on = torch.backends.cudnn.enabled
+        torch._C._set_cudnn_enabled(True)
+        try:
+            found = run(given)
+        finally:
+            torch._C._set_cudnn_enabled(is_on)
         for x, copy in back:
             x.copy_(copy)
         return found
@@ -74,6 +89,6 @@ def compiled(
     return call
 
 
-def is_lazy(x: Any) -> bool:
-    """Return whether the numbers of a tensor are those in its memory with another sign."""
-    return isinstance(x, Tensor) and (x.is_neg() or x.is_conj())
+def _fixed(strides: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return `strides`; none where one depends on an open size."""
+    return strides if all(isinstance(stride, int) for stride in strides) else ()

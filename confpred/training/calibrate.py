@@ -4,7 +4,7 @@ PyTorch's operator compares with them, and a bound on an answer's regret.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
+from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import signal_names, signals
 from confpred.model.card import BoundsCard
@@ -214,13 +215,21 @@ def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> Fit
 
 
 def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[str, BoundsCard]:
-    """Learn from the answers `found` for networks held out, of which there are some.
+    """Learn from the answers `found` for networks held out.
 
     Returns:
         The regressor of a `confpred.model.bounds.Bounds` in LightGBM's text form, and its card.
         There, ``coverage`` and ``median`` are of bounds that were fitted and calibrated without the
         networks of the answers.
+
+    Raises:
+        DataError: there are fewer than two answers.
     """
+    if len(found) < 2:
+        raise DataError(
+            "a bound on regret needs at least 2 problems of other networks, measured with PyTorch's"
+            f" operator; found {len(found)}"
+        )
     operation, device = dataset.operation, dataset.device
     regret = np.log([answer.regret for answer in found])
     provider = np.array([answer.chosen.provider for answer in found])
@@ -270,13 +279,13 @@ def _offsets(
 
 def _parts(found: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
     """Return which answers to learn from, and which to predict then: all of a network and of a
-    layer are in one part. Where all are, it is predicted by what has seen it."""
+    layer are in one part. Where almost all are, they are predicted by what has seen them."""
     first: dict[str, str] = {}
     owner = [first.setdefault(str(a.problem.layer()), a.networks[0]) for a in found]
-    count = min(_PARTS, len(set(owner)))
-    if count < 2:
+    sizes = Counter(owner)
+    if len(found) - max(sizes.values()) < 2:  # LightGBM learns from two at least
         return [(np.arange(len(found)), np.arange(len(found)))]
-    return list(GroupKFold(count).split(found, groups=owner))
+    return list(GroupKFold(min(_PARTS, len(sizes))).split(found, groups=owner))
 
 
 def _ranges(dataset: Dataset) -> dict[str, dict[str, list[float]]]:

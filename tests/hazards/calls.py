@@ -75,6 +75,14 @@ def switches_of_cudnn_turned_between_calls(run: Run) -> Any:
 
 
 @hazard()
+def captured_without_cudnn(run: Run) -> Any:
+    model, trained = run.optimize(run.network()), run.optimize(run.network(train=True))
+    with switched(torch.backends.cudnn, "enabled", False):
+        found = [run.infer(model), run.train(trained)]
+    return found, run.infer(model), run.train(trained)
+
+
+@hazard()
 def deterministic_algorithms_turned_between_calls(run: Run) -> Any:
     """While they are asked for, results repeat to the bit."""
     model = run.optimize(run.network(train=True))

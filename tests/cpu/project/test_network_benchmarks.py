@@ -313,15 +313,15 @@ def test_a_part_is_shown_by_what_a_step_takes_without_it() -> None:
 
 @pytest.mark.slow(reason="a network is captured in training")
 def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: Path) -> None:
-    """Eager twice is the same there, to the bit."""
+    """cuDNN's algorithms are nothing to it: eager twice is the same there, to the bit."""
     done = _trial(
         repository, tmp_path, losses,
-        "--device cpu --networks resnet18 --steps 3 --batch 4 --size 32",
+        "--device cpu --networks resnet18 --steps 3 --seeds 1 --batch 4 --size 32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out" / "losses.json").read_text())["rows"]
     assert set(row["losses"]) == set(losses.WAYS)
-    assert row["distances"]["again"] == 0.0
+    assert row["distances"]["deterministic"] == 0.0
     assert row["distances"]["optimize"] < 0.05
     assert all(len(run) == 3 for run in row["losses"].values())
 

@@ -18,10 +18,13 @@ from hazards import HAZARDS, compare
 from network_blocks import LAST, Around, image, made
 from slow import slow_but
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
 
 import confpred
+from confpred.pytorch import inductor
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +307,14 @@ def test_inductor_writes_to_a_negative_view() -> None:
         found.append((model(x), x))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.slow(reason="Inductor compiles a program in C++")
+def test_inductor_takes_inputs_of_another_layout() -> None:
+    """PyTorch 2.11 sees no change of a parameter's layout and calls the program of the old one."""
+    with FakeTensorMode():
+        like = torch.empty(2, 3, 5, 5).contiguous(memory_format=LAST)
+        gm = make_fx(lambda x: (x.sin(),))(like)
+    run = inductor.compiled(gm, [like], [0], [], None, "inference")
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(run([x])[0], x.sin())

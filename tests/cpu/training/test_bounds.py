@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.bounds import Bounds, Range
 from confpred.model.card import BoundsCard
@@ -66,6 +68,17 @@ def test_it_holds_for_networks_that_it_has_not_seen(fitted: tuple[str, BoundsCar
     assert 0.93 <= coverage["all"] <= 0.98
     assert set(coverage) == {"all", "grouped_fprop", "pytorch"}
     assert min(coverage.values()) >= 0.9
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_few_answers_are_enough(count: int, answers: list[Answer], dataset: Dataset) -> None:
+    alike = [replace(answer, networks=("net",)) for answer in answers[: count - 1]]
+    assert fit_bounds([*alike, answers[count]], dataset, 0)[1].coverage["all"] > 0
+
+
+def test_one_answer_is_too_few(answers: list[Answer], dataset: Dataset) -> None:
+    with pytest.raises(DataError, match=r"at least 2 problems .* found 1"):
+        fit_bounds(answers[:1], dataset, 0)
 
 
 def test_it_is_wide_where_answers_are_worse(bounds, answers, dataset) -> None:
