@@ -23,6 +23,12 @@ WAYS = {
     "compile": "`torch.compile`",
     "reduce-overhead": "its mode `reduce-overhead`",
 }
+#: Runs whose losses are compared with eager PyTorch's.
+RUNS = {
+    "deterministic": "PyTorch, deterministic",
+    "channels first": "PyTorch, channels first",
+    **WAYS,
+}
 #: Ways of confpred's, and what the name of a step says of them.
 OURS = {"optimize": "", "inductor": ", with `inductor`"}
 
@@ -117,6 +123,19 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
             cells.append(", ".join(f"{ratio:.2f}x" for ratio in mean_and_most))
         rows.append(cells)
     return _filled(heads, rows, markdown)
+
+
+def losses(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate how far runs of training are from eager PyTorch's, as a mean over the seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in result["rows"]:
+        for way, distance in row["distances"].items():
+            found.setdefault(way, {}).setdefault(row["network"], []).append(100 * distance)
+    names = {row["network"]: None for row in result["rows"]}
+    return markdown(("run", *names), [
+        (RUNS.get(way, way), *(f"{statistics.mean(of_way[name]):.2g}%" for name in names))
+        for way, of_way in found.items() if way != "eager"
+    ])  # fmt: skip
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:
@@ -223,6 +242,7 @@ OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks-each": (("networks.json",), per_network),
     "networks-parts": (("networks.json",), parts),
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
+    "losses": (("losses.json",), losses),
     "captured-networks": (("captured_networks.json",), captured),
     "fused-operators": (("pytorch_epilogues.json",), fused_operators),
 }

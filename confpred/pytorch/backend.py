@@ -29,7 +29,6 @@ from confpred.problem.record import Record
 from confpred.pytorch import choosing, fusing, inductor, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.graphs import graphed
-from confpred.pytorch.layouts import to_channels_last
 from confpred.pytorch.loading import compile_ahead
 
 log = logging.getLogger("confpred")
@@ -201,7 +200,7 @@ class Compiler:
         """Decide the layout of a graph, and let confpred compute its convolutions by `replace`."""
         choose = self.chooser(graph)
         if choose is not None:
-            to_channels_last(graph, visible)
+            passes.to_channels_last(graph, visible)
             self.sites += replace(graph, choose, self.options.wishes)
 
     def _run(

@@ -52,7 +52,10 @@ def compiled(
 
     places = gm.graph.find_nodes(op="placeholder")
     examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
-    strides = {i: _fixed(x.stride()) for i, x in enumerate(examples) if isinstance(x, Tensor)}
+    strides = {  # () where one depends on an open size
+        i: x.stride() if all(isinstance(s, int) for s in x.stride()) else ()
+        for i, x in enumerate(examples) if isinstance(x, Tensor)
+    }  # fmt: skip
     output = gm.graph.output_node()
     results: Any = output.args[0]
     seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
@@ -87,8 +90,3 @@ def compiled(
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def _fixed(strides: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return `strides`; none where one depends on an open size."""
-    return strides if all(isinstance(stride, int) for stride in strides) else ()

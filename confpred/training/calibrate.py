@@ -96,13 +96,9 @@ class Answer:
 
 
 def fit_pytorch(
-    ours_ms: Times,
-    pytorch_ms: Times,
-    operation: Operation,
-    device: Device,
-    hyper: Hyperparameters,
-    seed: int,
-) -> str | None:
+    ours_ms: Times, pytorch_ms: Times, operation: Operation, device: Device,
+    hyper: Hyperparameters, seed: int,
+) -> str | None:  # fmt: skip
     """Fit the logarithm of (PyTorch's time / that of our best config), on all devices that were
     measured.
 
@@ -226,10 +222,7 @@ def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[st
         DataError: there are fewer than two answers.
     """
     if len(found) < 2:
-        raise DataError(
-            "a bound on regret needs at least 2 problems of other networks, measured with PyTorch's"
-            f" operator; found {len(found)}"
-        )
+        raise DataError(f"a bound on regret needs at least 2 problems; found {len(found)}")
     operation, device = dataset.operation, dataset.device
     regret = np.log([answer.regret for answer in found])
     provider = np.array([answer.chosen.provider for answer in found])
@@ -262,10 +255,9 @@ def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[st
 
 
 def _offsets(
-    excess: NDArray[np.float64],
-    provider: NDArray[np.str_],
+    excess: NDArray[np.float64], provider: NDArray[np.str_],
     wanted: Sequence[str] | NDArray[np.str_],
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return what at most a share ``MISS`` of answers exceeds, for each of the `wanted`
     providers."""
     found = {}

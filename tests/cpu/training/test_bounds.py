@@ -77,7 +77,7 @@ def test_few_answers_are_enough(count: int, answers: list[Answer], dataset: Data
 
 
 def test_one_answer_is_too_few(answers: list[Answer], dataset: Dataset) -> None:
-    with pytest.raises(DataError, match=r"at least 2 problems .* found 1"):
+    with pytest.raises(DataError, match="at least 2 problems; found 1"):
         fit_bounds(answers[:1], dataset, 0)
 
 
