@@ -125,14 +125,16 @@ class Compiler:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        # PyTorch expects other layouts of convolutions without cuDNN than they return.
-        self.inductor = options.inductor and torch.backends.cudnn.enabled
+        self.inductor = options.inductor
         self.sites: list[fusing.Site] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
         from torch._dynamo.backends.common import aot_autograd
 
+        # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
+        empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
+        self.inductor &= torch.backends.cudnn.enabled and not empty
         return aot_autograd(
             fw_compiler=self.forward,
             bw_compiler=self.backward,

@@ -55,16 +55,10 @@ _MIN_MEASURED = 32  # measured configs, or all legal ones, that make a best one 
 
 
 def train(
-    dataset: Dataset,
-    out: Path,
-    *,
-    seed: int = 0,
-    exclude: Collection[str] = (),
-    families: Collection[str] = (),
-    problems: int | None = None,
-    hyper: Hyperparameters | None = None,
-    say: Said = unsaid,
-) -> Summary:
+    dataset: Dataset, out: Path, *, seed: int = 0, exclude: Collection[str] = (),
+    families: Collection[str] = (), problems: int | None = None,
+    hyper: Hyperparameters | None = None, say: Said = unsaid,
+) -> Summary:  # fmt: skip
     """Write a model folder; the same data and seed give the same files, but for the date.
 
     Args:

@@ -318,3 +318,11 @@ def test_inductor_takes_inputs_of_another_layout() -> None:
     run = inductor.compiled(gm, [like], [0], [], None, "inference")
     x = torch.randn(2, 3, 5, 5)
     torch.testing.assert_close(run([x])[0], x.sin())
+
+
+def test_inductor_gets_no_empty_batch() -> None:
+    """It expects another layout of such a gradient than PyTorch returns."""
+    model = Net().eval()
+    confpred.optimize(model, inductor=True)
+    model(image(batch=0)).sum().backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
