@@ -13,7 +13,6 @@ Autocast to float16, SGD with momentum; the rate rises over the first 20 steps.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +30,11 @@ WAYS = ("eager", "deterministic", "channels first", "optimize", "inductor")
 BATCHES, CLASSES, RATE, RISE = 8, 10, 0.01, 20
 
 
-def batches(setting: Setting, seed: int) -> list[tuple[Tensor, Tensor]]:
+def layout_of(way: str) -> torch.memory_format:
+    return torch.contiguous_format if way == "channels first" else torch.channels_last
+
+
+def batches(way: str, setting: Setting, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Return images and labels."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(CLASSES, 3, 8, 8, generator=generator)
@@ -41,7 +44,8 @@ def batches(setting: Setting, seed: int) -> list[tuple[Tensor, Tensor]]:
         labels = torch.randint(CLASSES, (setting.batch,), generator=generator)
         images = patterns[labels]
         images = images + 2 * torch.randn(images.shape, generator=generator)
-        made.append((images.to(setting.device), labels.to(setting.device)))
+        images = images.to(setting.device, memory_format=layout_of(way))
+        made.append((images, labels.to(setting.device)))
     return made
 
 
@@ -49,16 +53,15 @@ def losses(way: str, model: nn.Module, setting: Setting, seed: int, steps: int) 
     """Return the loss of each step of training `model`."""
     torch.backends.cudnn.deterministic = way == "deterministic"
     torch.backends.cudnn.benchmark = way != "deterministic"
-    layout = torch.contiguous_format if way == "channels first" else torch.channels_last
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     scaler = torch.amp.GradScaler(setting.device, enabled=setting.device == "cuda")
-    data, found = batches(setting, seed), []
+    data, found = batches(way, setting, seed), []
     for step in range(steps):
         images, labels = data[step % len(data)]
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / RISE)
         optimizer.zero_grad(set_to_none=True)
         with setting.autocast():
-            out = model(images.contiguous(memory_format=layout))
+            out = model(images)
         loss = F.cross_entropy(out.float(), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -74,8 +77,7 @@ def started(way: str, setting: Setting) -> nn.Module:
     import confpred
 
     model = timm.create_model(setting.network, num_classes=CLASSES, drop_rate=0.0).train()
-    layout = torch.contiguous_format if way == "channels first" else torch.channels_last
-    model = model.to(setting.device, memory_format=layout)
+    model = model.to(setting.device, memory_format=layout_of(way))
     if way in ("optimize", "inductor"):
         confpred.optimize(model, inductor=way == "inductor")
     return model
@@ -87,7 +89,7 @@ def rows_of(network: str, told: argparse.Namespace) -> list[dict[str, Any]]:
     weights = []
     for seed in range(told.seeds):
         torch.manual_seed(seed)
-        weights.append(copy.deepcopy(started("eager", setting).state_dict()))
+        weights.append(started("eager", setting).state_dict())
     runs: dict[str, list[list[float]]] = {}
     for way in WAYS:
         model, runs[way] = started(way, setting), []

@@ -127,15 +127,15 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
 
 def losses(result: dict[str, Any], markdown: Markdown) -> str:
     """Tabulate how far runs of training are from eager PyTorch's, as a mean over the seeds."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in result["rows"]:
-        for way, distance in row["distances"].items():
-            found.setdefault(way, {}).setdefault(row["network"], []).append(100 * distance)
-    names = {row["network"]: None for row in result["rows"]}
-    return markdown(("run", *names), [
-        (RUNS.get(way, way), *(f"{statistics.mean(of_way[name]):.2g}%" for name in names))
-        for way, of_way in found.items() if way != "eager"
-    ])  # fmt: skip
+    rows: list[Row] = result["rows"]
+    names = list(dict.fromkeys(row["network"] for row in rows))
+
+    def mean(way: str, name: str) -> float:
+        return statistics.mean(row["distances"][way] for row in rows if row["network"] == name)
+
+    ways = [way for way in rows[0]["distances"] if way != "eager"]
+    cells = [(RUNS[way], *(f"{100 * mean(way, name):.2g}%" for name in names)) for way in ways]
+    return markdown(("run", *names), cells)
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:

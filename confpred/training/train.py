@@ -77,7 +77,7 @@ def train(
     Raises:
         InvalidInput: `out` exists, or the data has no network of a name in `exclude`, or no family
             of a name in `families`.
-        DataError: the data is of fewer than two networks.
+        DataError: the data is of fewer than two networks, or fewer than two problems are judged.
         StorageError: the disk refused a write; then `out` does not exist.
     """
     hyper = hyper or Hyperparameters()
