@@ -138,13 +138,16 @@ class Compiler:
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         self.inductor &= torch.backends.cudnn.enabled and not empty
-        return aot_autograd(
+        compile = aot_autograd(
             fw_compiler=self.forward,
             bw_compiler=self.backward,
             inference_compiler=self.inference,
             partition_fn=self.partition,
             keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+        )
+        # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compile(gm, example_inputs)
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
@@ -196,6 +199,7 @@ class Compiler:
         passes.attempt(gm, [passes.drop_copies])
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static, visible = known.static_input_indices, known.num_forward_returns
+        known.bw_donated_idxs = []
         return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
