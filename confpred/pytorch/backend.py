@@ -127,6 +127,7 @@ class Compiler:
         self.options = options
         self.inductor = options.inductor
         self.sites: list[fusing.Site] = []
+        self._values: Sequence[Any] = ()  # of the inputs, during a capture
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
@@ -135,13 +136,16 @@ class Compiler:
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         self.inductor &= torch.backends.cudnn.enabled and not empty
-        return aot_autograd(
+        self._values = example_inputs
+        run = aot_autograd(
             fw_compiler=self.forward,
             bw_compiler=self.backward,
             inference_compiler=self.inference,
             partition_fn=self.partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+        self._values = ()
+        return run
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
@@ -153,7 +157,7 @@ class Compiler:
         passes.refuse_mixed_dtypes(gm.graph)
         passes.views_of_any_layout(gm.graph)
         passes.drop_copies(gm.graph)
-        self._choose(gm.graph, fusing.fuse)
+        self._choose(gm.graph, partial(fusing.fuse, inputs=self._values))
         if self.inductor:
             gm = inductor.decomposed(gm, inputs)
         run = partial(self._run, inputs=inputs, kind="inference")

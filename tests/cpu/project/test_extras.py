@@ -11,6 +11,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from torch_versions import uv
 
 EXTRAS = metadata("confpred").get_all("Provides-Extra") or []
 _METADATA = """Metadata-Version: 2.1
@@ -107,3 +108,24 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
         for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\(|needing\()"(\w+)"', text)
     }
     assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)
+
+
+@pytest.mark.slow(reason="the package index is asked for metadata of many packages")
+@pytest.mark.parametrize("python", ["3.10", "3.13"])
+def test_the_newest_pytorch_comes_with_one_cuda(tmp_path: Path, python: str) -> None:
+    """By the resolver alone: it reads metadata, and no wheel is downloaded."""
+
+    def resolved(*words: str | Path) -> dict[str, str]:
+        where = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+        done = uv("pip", "compile", "--no-annotate", "--no-header", *where, *words)
+        assert done.returncode == 0, done.stderr
+        return dict(line.split("==") for line in done.stdout.splitlines())
+
+    (tmp_path / "alone.in").write_text("torch")
+    alone = resolved(tmp_path / "alone.in")
+    packages = resolved("--extra", "gpu", "pyproject.toml")
+    assert packages["torch"] == alone["torch"]
+    core = ("nvidia-cuda-nvrtc", "cuda-bindings", "cuda-toolkit")
+    (cuda,) = {packages[name].partition(".")[0] for name in core}
+    ends = {match[1] for name in packages if (match := re.search(r"-cu(\d+)$", name))}
+    assert ends == {cuda}
