@@ -342,7 +342,8 @@ def merge(
         DataError: a shard is damaged, or a folder has none.
         StorageError: the file system refused; `file` is then as it was.
     """
-    _, table = _joined(folders, operation, anchors)
+    kind = operation or _operation_in(folders, anchors)
+    table = _joined(folders, kind, anchors, unnamed=operation is not None)
     write(table, file, replace=replace)
     return int(table.num_rows)
 
@@ -370,9 +371,10 @@ def add_part(
     """
     if any(path for pattern in (_SHARDS, ANCHORS) for path in folder.glob(pattern)):
         raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
-    operation, table = _joined(folders, operation, anchors)
-    known = [*problem_columns(operation), *_ROW]
-    parts = (read(part, operation, known) for part in sorted(folder.glob("*.parquet")))
+    kind = operation or _operation_in(folders, anchors)
+    table = _joined(folders, kind, anchors, unnamed=operation is not None)
+    known = [*problem_columns(kind), *_ROW]
+    parts = (read(part, kind, known) for part in sorted(folder.glob("*.parquet")))
     number = rows_beyond(table, parts, known)
     if not len(number):
         return None
@@ -415,22 +417,18 @@ def _new_part(folder: Path) -> Path:
 
 
 def _joined(
-    folders: Sequence[Folder], supplied: Operation | None, anchors: bool
-) -> tuple[Operation, pa.Table]:
-    """Return the operation, and the rows of all shards of `folders`, sorted by problem; `supplied`
-    is that of shards which name no operation."""
-    tables, unnamed = [], supplied is not None
-    operation = supplied or _operation_in(folders, anchors)
+    folders: Sequence[Folder], operation: Operation, anchors: bool, *, unnamed: bool
+) -> pa.Table:
+    """Return the rows of all shards of `folders`, sorted by problem."""
+    tables, names = [], schema(operation).names
     for folder in folders:
-        names = schema(operation).names
         table = read_shards(folder, operation, names, anchors=anchors, unnamed=unnamed)
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({ANCHORS if anchors else _SHARDS})")
         tables.append(table)
     table = pa.concat_tables(tables).combine_chunks()  # which sorts several times as fast
     order = ["device", *problem_columns(operation), "family", "config", "time"]
-    by_problem = pc.sort_indices(table, [(name, "ascending") for name in order])
-    return operation, table.take(by_problem)
+    return table.take(pc.sort_indices(table, [(name, "ascending") for name in order]))
 
 
 def _operation_in(folders: Sequence[Folder], anchors: bool) -> Operation:

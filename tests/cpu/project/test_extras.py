@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from importlib.metadata import metadata
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
+import torch_versions
 from torch_versions import uv
+
+from benchmarks import tables
 
 EXTRAS = metadata("confpred").get_all("Provides-Extra") or []
 _METADATA = """Metadata-Version: 2.1
@@ -129,3 +133,18 @@ def test_the_newest_pytorch_comes_with_one_cuda(tmp_path: Path, python: str) -> 
     (cuda,) = {packages[name].partition(".")[0] for name in core}
     ends = {match[1] for name in packages if (match := re.search(r"-cu(\d+)$", name))}
     assert ends == {cuda}
+
+
+def test_what_passes_with_a_pytorch_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\ndef test_a(): ...\ndef test_b(): assert 0\ndef test_c(): pytest.skip('c')\n"
+        "@pytest.fixture\ndef broken(): assert 0\ndef test_d(broken): pass\n"
+    )
+    assert torch_versions.main(["--here", "--out", str(tmp_path), str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert path.stem.removesuffix("-gpu") == version("torch").partition("+")[0]
+    assert [record[name] for name in ("passed", "failed", "skipped")] == [1, 2, 1]
+    assert record["failed_tests"] == ["test_some::test_b", "test_some::test_d"]
+    row = f"| {record['torch']} | {record['device']} | {record['python']} | 1 | 2 |"
+    assert row in tables.TABLES["torch"][1](record)
