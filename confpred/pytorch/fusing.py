@@ -218,18 +218,20 @@ def _is_one_of_pytorchs(chain: _Chain, problem: Problem | None) -> bool:
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
 
 
-def _loses_precision(chain: _Chain, values: Mapping[fx.Node, Any]) -> bool:
+def _loses_precision(chain: _Chain, values: Mapping[Any, Any]) -> bool:
     """Return whether the folded filter of `chain` is one that float16 cannot hold."""
     if chain.norm is None or chain.convolution is None:
         return False
-    gamma, _, _, variance = chain.norm.args[1:5]
-    nodes = (gamma, variance, _uncast(chain.convolution.args[1]))
-    tensors = [None if node is None else values.get(node) for node in nodes]
-    real = [t for t in tensors if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
-    if val_of(chain.last).dtype is not torch.float16 or len(real) < len(nodes) - (gamma is None):
+    arguments: Any = chain.norm.args
+    nodes = (arguments[1], arguments[4], _uncast(chain.convolution.args[1]))
+    tensors: Any = [values.get(node) for node in nodes]
+    gamma, variance, filters = tensors
+    known = all(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in tensors[1:])
+    is_half = val_of(chain.last).dtype is torch.float16
+    if not known or not is_half or (gamma is None) is not (arguments[1] is None):
         return False
     with _disable_current_modes(), torch.no_grad():
-        return folding.loses_precision(*tensors, chain.norm.args[6])
+        return folding.loses_precision(gamma, variance, filters, arguments[6])
 
 
 def _replace(chain: _Chain, site: Site, wishes: Wishes) -> None:
