@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
@@ -136,16 +137,22 @@ class Compiler:
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         self.inductor &= torch.backends.cudnn.enabled and not empty
+        # Up to PyTorch 2.9 Dynamo gives its backend another mode than that of fake inputs, which
+        # AOTAutograd refuses; only the former has an environment for the guards on shapes.
+        context: Any = torch._guards.TracingContext.get()
+        modes = [x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)]
+        former, context.fake_mode = context.fake_mode, (*modes, context.fake_mode)[0]
         self._values = example_inputs
-        run = aot_autograd(
-            fw_compiler=self.forward,
-            bw_compiler=self.backward,
-            inference_compiler=self.inference,
-            partition_fn=self.partition,
-            keep_inference_input_mutations=True,
-        )(gm, example_inputs)
-        self._values = ()
-        return run
+        try:
+            return aot_autograd(
+                fw_compiler=self.forward,
+                bw_compiler=self.backward,
+                inference_compiler=self.inference,
+                partition_fn=self.partition,
+                keep_inference_input_mutations=True,
+            )(gm, example_inputs)
+        finally:
+            self._values, context.fake_mode = (), former
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
 from confpred.cuda.epilogue import left_to_pytorch
@@ -188,17 +188,6 @@ class Recorder(Compiler):
         self._device, self._parts = device, 0
         # Before and after graphs are rewritten: kernels, and seconds of those without convolutions.
         self._launches, self._other_s = [0, 0], [0.0, 0.0]
-
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        # Up to PyTorch 2.9 Dynamo gives its backend another mode than that of fake inputs, which
-        # AOTAutograd refuses; only the former has an environment for the guards on shapes.
-        context: Any = torch._guards.TracingContext.get()
-        modes = [x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)]
-        former, context.fake_mode = context.fake_mode, [*modes, context.fake_mode][0]
-        try:
-            return super().compile(gm, example_inputs)
-        finally:
-            context.fake_mode = former
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         return lambda problems: choosing.choose_many(problems, self._device)
