@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.predict.choice import Choice
@@ -34,6 +33,7 @@ aten = torch.ops.aten
 confpred = torch.ops.confpred
 _NORM = aten._native_batch_norm_legit_no_training.default
 _UNFOLDED = "folded filter beyond float16"
+_PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _ACTIVATIONS: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.silu.default: "silu",
@@ -225,12 +225,13 @@ def _loses_precision(chain: _Chain, values: Mapping[Any, Any]) -> bool:
     arguments: Any = chain.norm.args
     nodes = (arguments[1], arguments[4], _uncast(chain.convolution.args[1]))
     tensors: Any = [values.get(node) for node in nodes]
-    gamma, variance, filters = tensors
-    known = all(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in tensors[1:])
-    is_half = val_of(chain.last).dtype is torch.float16
-    if not known or not is_half or (gamma is None) is not (arguments[1] is None):
+    for node, t in zip(nodes, tensors, strict=True):
+        if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
+            return False  # computed in the graph, or without values
+    if val_of(chain.last).dtype is not torch.float16:
         return False
     with _disable_current_modes(), torch.no_grad():
+        gamma, variance, filters = tensors
         return folding.loses_precision(gamma, variance, filters, arguments[6])
 
 
