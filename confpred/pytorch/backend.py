@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
@@ -29,7 +30,7 @@ from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
 from confpred.pytorch import choosing, fusing, inductor, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.graphs import Memory, graphed
+from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
 from confpred.pytorch.loading import compile_ahead
 from confpred.pytorch.passes import Step
 
@@ -147,7 +148,11 @@ class Compiler:
         )
         # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
         with torch._functorch.config.patch(donated_buffer=False):
-            return compile(gm, example_inputs)
+            compiled = compile(gm, example_inputs)
+        if not torch.backends.cudnn.enabled:
+            # PyTorch remembers strides of fake results, and not that cuDNN was off.
+            FakeTensorMode.cache_clear()
+        return compiled
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
@@ -245,7 +250,7 @@ class Compiler:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
         if not self.options.graphs or ordinal is None:
             return plain
-        memory = Memory.of_inference(ordinal) if kind == "inference" else self.memory
+        memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
         return graphed(
             gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
             visible=visible, kind=kind,

@@ -15,14 +15,18 @@ again.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
@@ -37,8 +41,6 @@ log = logging.getLogger("confpred")
 MOST_GRAPHS = 8
 #: Marks the main thread, and the threads that autograd starts for its backward passes.
 _MAIN_THREAD = "confpred_main_thread"
-#: Memory of all inference passes of a device: nothing in it outlives a replay.
-_inference_memory: dict[int, Memory] = {}
 #: Streams that passes are recorded on.
 _recording_streams: dict[int, torch.cuda.Stream] = {}
 
@@ -49,6 +51,7 @@ class Memory:
 
     Attributes:
         pool: PyTorch's handle of it; None before the first recording.
+        graphs: those that are recorded in it and alive.
         forward: the recording of the forward pass that was replayed last.
         saved: the tensors that this pass saved for its backward pass.
         stream: the stream of the last replay.
@@ -56,20 +59,30 @@ class Memory:
     """
 
     pool: Any = None
+    graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
     forward: Recording | None = None
     saved: list[StorageWeakRef] = field(default_factory=list)
     stream: torch.cuda.Stream | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    @staticmethod
-    def of_inference(device: int) -> Memory:
-        """Return the memory that all inference passes of a CUDA device share."""
-        return _inference_memory.setdefault(device, Memory())
+    def pool_to_record_in(self) -> Any:
+        """Return the pool; a new one where no graph is left of those in the old one, which PyTorch
+        does not open again."""
+        if not self.graphs:
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
 
     def is_waited_for(self) -> bool:
         """Return whether a tensor is alive that the last forward pass saved."""
         self.saved = [reference for reference in self.saved if not reference.expired()]
         return bool(self.saved)
+
+
+@cache
+def memory_of_inference(device: int) -> Memory:
+    """Return the memory that all inference passes of a CUDA device share: nothing in it outlives a
+    replay."""
+    return Memory()
 
 
 @dataclass(slots=True)
@@ -182,8 +195,8 @@ class Recording:
             copies = [torch.empty_like(source) for source in self.sources.values()]
             if copies:
                 torch._foreach_copy_(copies, list(self.sources.values()))
-            for place, copy in zip(self.sources, copies, strict=True):
-                results[place] = copy
+            for place, made in zip(self.sources, copies, strict=True):
+                results[place] = made
             for storage, places in self.shared:
                 whole = storage.clone()
                 for place in places:
@@ -232,14 +245,20 @@ def why_not(gm: fx.GraphModule) -> str | None:
         return f"it uses {', '.join(others) or 'no device'}"
     if len(devices) > 1:
         return f"it uses several devices: {', '.join(sorted(map(str, devices)))}"
+    inputs = map(val_of, gm.graph.find_nodes(op="placeholder"))
+    if any(isinstance(x, Tensor) and 0 in x.shape for x in inputs):
+        return "an input is empty"
     if torch.cuda.get_allocator_backend() != "native":
         return f"the allocator is {torch.cuda.get_allocator_backend()}"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
-    for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_triton(node):
-            return f"{node.target} may need the host"
-    node = get_first_incompatible_cudagraph_node(gm)
+    plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in plain.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if not is_triton(node):
+                return f"{node.target} may need the host"
+            node.meta["val"] = None  # PyTorch's look at it up to 2.11 fails
+    node = get_first_incompatible_cudagraph_node(plain)
     return None if node is None else f"{node.target} cannot be captured"
 
 
@@ -354,16 +373,15 @@ class Graphed:
             return Recording(None, switches, f"as it was recorded {MOST_GRAPHS} times")
         graph, given = torch.cuda.CUDAGraph(), list(inputs)
         recording = Recording(graph, switches)
-        memory, cuda = self._memory, torch.device("cuda", self._device)
-        memory.pool = memory.pool or torch.cuda.graph_pool_handle()
+        pool = self._memory.pool_to_record_in()
         try:
-            with torch.cuda.device(cuda), _recorded(graph, memory.pool, self._device):
+            with torch.cuda.device(self._device), _recorded(graph, pool, self._device):
                 places: dict[int, int] = {}  # of inputs by the address of their storage
                 for i, x in enumerate(inputs):
                     if not isinstance(x, Tensor):
                         continue
                     if i not in self._static:
-                        given[i] = torch.empty_like(x)
+                        given[i] = _buffer_for(x)
                         recording.buffers[i] = _again(given[i])
                         continue
                     recording.addresses[i], address = x.data_ptr(), _address_of(x)
@@ -377,6 +395,7 @@ class Graphed:
         except Exception as error:
             first = str(error).strip().split("\n")[0]
             return Recording(None, switches, f"as it cannot be recorded: {first or type(error)}")
+        self._memory.graphs.add(graph)
         return recording
 
     def _describe(self, recording: Recording, results: list[Any], places: dict[int, int]) -> None:
@@ -404,11 +423,19 @@ def _address_of(x: Any) -> int:
     return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
 
 
-def _within(storage: Any, like: Tensor) -> Tensor:
+def _within(storage: Any, like: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a tensor as `like` in `storage`, which any mode may write to."""
     with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        empty = torch.empty(0, dtype=like.dtype, device=device or like.device)
         return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _buffer_for(x: Tensor) -> Tensor:
+    """Return memory for a copy of `x`. Nothing is launched, as `torch.empty` does where PyTorch is
+    set to be deterministic: that would be recorded, and run behind the copy."""
+    like = torch.empty_like(x, device="meta")
+    storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
+    return _within(storage, like, x.device)
 
 
 def _again(x: Tensor) -> Tensor:
@@ -444,15 +471,13 @@ def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
     torch._C._cuda_clearCublasWorkspaces()  # each graph needs its own
     try:
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 yield
+                graph.capture_end()
             except BaseException:
-                with suppress(Exception):
-                    _end(graph, pool, device)
-                graph.reset()
+                _mend(graph, pool, device)
                 raise
-            _end(graph, pool, device)
     finally:
         torch._C._cuda_clearCublasWorkspaces()
         current.wait_stream(stream)  # the first replay needs the random offset that was set there
@@ -460,20 +485,21 @@ def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
             gc.enable()
 
 
-def _end(graph: Any, pool: Any, device: int) -> None:
-    """End a recording."""
-    try:
-        graph.capture_end()
-    except Exception:
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-        # A recording that succeeds ends that of the random numbers.
-        again = torch.cuda.CUDAGraph()
-        again.capture_begin(capture_error_mode="thread_local")
-        torch.empty(1, device=torch.device("cuda", device)).zero_()
-        again.capture_end()
-        raise
+def _mend(graph: Any, pool: Any, device: int) -> None:
+    """End a recording that failed: PyTorch itself leaves its allocator in the pool, and its random
+    numbers in the graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a graph that is empty
+        try:
+            graph.capture_end()
+        except Exception:
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            another = torch.cuda.CUDAGraph()  # whose end is that of the random numbers, too
+            another.capture_begin(capture_error_mode="thread_local")
+            another.capture_end()
+        graph.reset()
 
 
 def _switches() -> tuple[bool, ...]:

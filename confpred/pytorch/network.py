@@ -296,7 +296,8 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
             heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
             grads = torch.autograd.grad(recorded, learned, heads, allow_unused=True)
             # Together: a gradient that is zero by arithmetic is nothing but rounding.
-            flat = [g.detach().float().flatten() for g in grads if g is not None]
+            on = recorded[0].device
+            flat = [g.detach().to(on).float().flatten() for g in grads if g is not None]
             results += [torch.cat(flat)] if flat else []
     return results
 

@@ -57,6 +57,7 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
 
 def warn_of(error: Exception, where: str, effect: str) -> None:
     """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG."""
+    error = getattr(error, "inner_exception", error)  # of what Dynamo wraps it in
     first = str(error).strip().split("\n")[0]
     warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first}")
     log.debug("%s failed", where, exc_info=error)
@@ -131,14 +132,14 @@ def to_channels_last(graph: fx.Graph) -> None:
     except _KeepsLayout as reason:
         log.debug("the graph keeps its layout: %s", reason)
         return
-    made: dict[tuple[fx.Node, Any], fx.Node] = {}
+    made: dict[tuple[fx.Node, Any], fx.Node] = {}  # copies
     for source, layout, reader in copies:
-        copy = made.get((source, layout))
-        if copy is None:
+        copied = made.get((source, layout))
+        if copied is None:
             # At once behind it: a joint graph is cut where the last result of the forward pass is.
             with graph.inserting_after(_last_of_inputs(source)):
-                copy = made[source, layout] = _copy(graph, source, vals[source], layout)
-        reader.replace_input_with(source, copy)
+                copied = made[source, layout] = _copy(graph, source, vals[source], layout, reader)
+        reader.replace_input_with(source, copied)
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
@@ -216,8 +217,14 @@ def _last_of_inputs(node: fx.Node) -> fx.Node:
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
 
 
-def _copy(graph: fx.Graph, source: fx.Node, val: Any, layout: torch.memory_format) -> fx.Node:
-    new = graph.call_function(aten.clone.default, (source,), {"memory_format": layout})
+def _copy(
+    graph: fx.Graph, source: fx.Node, val: Any, layout: torch.memory_format, reader: fx.Node
+) -> fx.Node:
+    """Return a new node: `source` in `layout`, for `reader`."""
+    # Inductor may lay a clone out otherwise, and asks no control flow operator for its strides.
+    in_order = isinstance(reader.target, torch._ops.HigherOrderOperator)
+    clone = torch.ops.confpred.clone.default if in_order else aten.clone.default
+    new = graph.call_function(clone, (source,), {"memory_format": layout})
     with val.fake_mode:
         new.meta = source.meta | {"val": val.clone(memory_format=layout)}
     return new

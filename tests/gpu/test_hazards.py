@@ -32,7 +32,7 @@ def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with ours_first() as ours, failed_passes() as failures:
         monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
         compare(found, "cuda", **HOW[how])
-    assert not failures
+    assert all(not found.by_inductor and "as Inductor failed" in it for it in failures), failures
     assert sum(name is not None for name in ours.chosen) >= (found.kernels and 1)
     replays = sum(run.replays for run in passes if isinstance(run, Graphed))
     assert replays >= (found.replays if HOW[how].get("graphs", True) else 0)

@@ -35,6 +35,7 @@ class Hazard:
         kernels: whether kernels of confpred have to run in it.
         layers: how many operators of confpred its graphs have at least, and `norms` how many of
             these are batch norms of training.
+        by_inductor: whether Inductor compiles all of its graphs.
         replays: how many of its passes are replayed as CUDA graphs at least.
         refused: a part of the error that PyTorch may raise in the place of a result.
     """
@@ -45,6 +46,7 @@ class Hazard:
     layers: int = 1
     norms: int = 0
     replays: int = 0
+    by_inductor: bool = True
     refused: str | None = None
 
 

@@ -158,7 +158,7 @@ class Complex(Net):
         return (torch.complex(y, y * 2) * 1j).real.mean((2, 3))
 
 
-@hazard(layers=4)
+@hazard(layers=4, by_inductor=False)
 def complex_numbers_in_a_forward(run: Run) -> Any:
     return _trained_and_asked(run, run.optimize(run.network(Complex, train=True)), (4, 4, 4))
 
