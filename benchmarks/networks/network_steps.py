@@ -120,7 +120,10 @@ def leave_pool() -> None:
     before, nothing would be seen of what they need."""
     from torch._inductor.cudagraph_trees import local
 
+    from confpred.pytorch.graphs import memory_of_inference
+
     local.tree_manager_containers.clear()
+    memory_of_inference.cache_clear()
 
 
 def make(

@@ -10,6 +10,7 @@ graphs, so that every write to one is seen.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
@@ -29,8 +30,9 @@ from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
 from confpred.pytorch import choosing, fusing, inductor, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.graphs import graphed
+from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
 from confpred.pytorch.loading import compile_ahead
+from confpred.pytorch.passes import Step
 
 log = logging.getLogger("confpred")
 
@@ -129,6 +131,7 @@ class Compiler:
         self.inductor = options.inductor
         self.sites: list[fusing.Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
+        self.memory = Memory()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
@@ -143,16 +146,23 @@ class Compiler:
         modes = [x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)]
         former, context.fake_mode = context.fake_mode, (*modes, context.fake_mode)[0]
         self._values = example_inputs
+        compile = aot_autograd(
+            fw_compiler=self.forward,
+            bw_compiler=self.backward,
+            inference_compiler=self.inference,
+            partition_fn=self.partition,
+            keep_inference_input_mutations=True,
+        )
         try:
-            return aot_autograd(
-                fw_compiler=self.forward,
-                bw_compiler=self.backward,
-                inference_compiler=self.inference,
-                partition_fn=self.partition,
-                keep_inference_input_mutations=True,
-            )(gm, example_inputs)
+            # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
+            with torch._functorch.config.patch(donated_buffer=False):
+                compiled = compile(gm, example_inputs)
         finally:
             self._values, context.fake_mode = (), former
+        if not torch.backends.cudnn.enabled:
+            # PyTorch remembers strides of fake results, and not that cuDNN was off.
+            FakeTensorMode.cache_clear()
+        return compiled
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
@@ -162,11 +172,14 @@ class Compiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
-        passes.views_of_any_layout(gm.graph)
-        passes.drop_copies(gm.graph)
-        self._choose(gm.graph, partial(fusing.fuse, inputs=self._values))
+        steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
+        choose = self.chooser(gm.graph)
+        if choose is not None:
+            fuse = partial(fusing.fuse, inputs=self._values)
+            steps += [passes.to_channels_last, partial(self._replace, fuse, choose)]
+        passes.attempt(gm, steps)
         if self.inductor:
-            gm = inductor.decomposed(gm, inputs)
+            gm = self._decomposed(gm, inputs)
         run = partial(self._run, inputs=inputs, kind="inference")
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static = known.static_input_indices
@@ -181,40 +194,49 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
-        passes.views_of_any_layout(joint.graph)
-        self._choose(joint.graph, fusing.serve, options["num_fwd_outputs"])
+        steps: list[Step] = [passes.views_of_any_layout]
         choose = self.chooser(joint.graph)
-        if choose is not None and choosing.is_known(BATCH_NORM.name):
-            norms.serve(joint.graph, choose)
+        if choose is not None:
+            steps += [passes.to_channels_last, partial(self._replace, fusing.serve, choose)]
+            if choosing.is_known(BATCH_NORM.name):
+                steps.append(partial(norms.serve, choose))
+        passes.attempt(joint, steps)
         if self.inductor:
-            joint = inductor.decomposed(joint, inputs)
+            joint = self._decomposed(joint, inputs)
+        if self.inductor:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        passes.batch_norms_as_eager(joint.graph)
-        joint.recompile()
+        passes.attempt(joint, [passes.batch_norms_as_eager, passes.describe_tensors])
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
-        passes.drop_copies(gm.graph)
+        passes.attempt(gm, [passes.drop_copies])
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static, visible = known.static_input_indices, known.num_forward_returns
+        known.bw_donated_idxs = []
         return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # of all other inputs
 
-        passes.drop_copies(gm.graph)
+        passes.attempt(gm, [passes.drop_copies])
         return self._run(gm, range(count_tangents(gm)), inputs, "backward")
 
-    def _choose(self, graph: fx.Graph, replace: Any, visible: int | None = None) -> None:
-        """Decide the layout of a graph, and let confpred compute its convolutions by `replace`."""
-        choose = self.chooser(graph)
-        if choose is not None:
-            passes.to_channels_last(graph, visible)
-            self.sites += replace(graph, choose, self.options.wishes)
+    def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
+        """Let confpred compute the convolutions of `graph` by `replace`."""
+        self.sites += replace(graph, choose, self.options.wishes)
+
+    def _decomposed(self, gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        """Return `gm` in the operators that Inductor lowers; as it is where that fails."""
+        try:
+            return inductor.decomposed(gm, inputs)
+        except Exception as error:
+            passes.warn_of(error, "decompositions", "Inductor does not compile")
+            self.inductor = False
+            return gm
 
     def _run(
         self, gm: fx.GraphModule, static: Sequence[int], inputs: Sequence[Any], kind: str,
@@ -223,21 +245,27 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
+        parameters = static if kind == "forward" else ()
+        steps: list[Step] = [passes.update_in_place]
         if kind != "inference":
-            passes.convert_together(gm.graph, static if kind == "forward" else ())
-        written, ordinal = passes.update_in_place(gm.graph), ordinal_of(gm.graph)
-        places = gm.graph.find_nodes(op="placeholder")
-        mutated = [i for i, node in enumerate(places) if node in written]
-        gm.recompile()
-        if self.inductor:  # which changes the graph
-            plain = inductor.compiled(gm, inputs, static, mutated, visible, kind)
-        else:
-            plain = boxed_nop(gm, [])
+            steps.insert(0, partial(passes.convert_together, parameters))
+        passes.attempt(gm, steps)
+        ordinal = ordinal_of(gm.graph)
+        mutated = passes.written_inputs(gm.graph)
+        plain = boxed_nop(gm, [])
+        if self.inductor:
+            changed = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            try:
+                plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
+            except Exception as error:
+                passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
         if not self.options.graphs or ordinal is None:
             return plain
+        memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
         return graphed(
-            gm, plain, device=ordinal, static=static, written=mutated, visible=visible, kind=kind
-        )
+            gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
+            visible=visible, kind=kind,
+        )  # fmt: skip
 
 
 def chooser(ordinal: int, options: Options) -> choosing.Choose:

@@ -139,8 +139,8 @@ def _follow(start: fx.Node, claimed: set[fx.Node]) -> _Chain:
         chain.nodes.append(first)
     else:
         chain.convolution = start
-        if start.args[6]:
-            return chain  # transposed: not what confpred's operator computes
+        if start.args[6] or _geometry(start, 3) is None:
+            return chain  # not what confpred's operator computes
     while len(chain.last.users) == 1 and chain.activation == "none":
         last = chain.last
         (node,) = last.users
@@ -212,9 +212,10 @@ def _is_one_of_pytorchs(chain: _Chain, problem: Problem | None) -> bool:
     node = chain.convolution
     if problem is not None:
         return library.fuses(problem)
-    if node is None or node.args[6] or chain.sum is not None:
+    geometry = None if node is None else _geometry(node, 3)
+    if node is None or geometry is None or node.args[6] or chain.sum is not None:
         return False
-    _, padding, _, groups = _geometry(node, 3)
+    _, padding, _, groups = geometry
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
 
 
@@ -256,7 +257,8 @@ def _replace(chain: _Chain, site: Site, wishes: Wishes) -> None:
         given = (x, scale, bias, chain.residual, chain.activation)
         put_in_place(last, confpred.scale_shift.default, given)
     else:
-        geometry, hints = _geometry(node, 3), (_hint(site), None)
+        geometry: Any = _geometry(node, 3)
+        hints = (_hint(site), None)
         call = Call(geometry, chain.activation, hints=hints, wishes=wishes).text()
         operands = (x, weight, scale, bias, chain.residual)
         put_in_place(last, confpred.conv2d.default, (*operands, call))
@@ -312,7 +314,8 @@ def serve(graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY) -> lis
             found[node] = [_site(node, "fprop", bias=node.args[2] is not None)]
         elif node.target is aten.convolution_backward.default and _is_image(node.args[1]):
             groups, mask = node.args[9:11]
-            bias, is_fixed = mask[2] and sums_bias(groups), is_deterministic()
+            bias = mask[2] and isinstance(groups, int) and sums_bias(groups)
+            is_fixed = is_deterministic()
             found[node] = [_site(node, "dgrad")] if mask[0] else []
             if mask[1]:
                 found[node].append(_site(node, "wgrad", bias=bias, deterministic=is_fixed))
@@ -327,14 +330,15 @@ def serve(graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY) -> lis
 
 def _serve_one(node: fx.Node, sites: Sequence[Site], wishes: Wishes) -> None:
     hints = {site.direction: _hint(site) for site in sites}
+    geometry: Any = _geometry(node, 3 if node.target is aten.convolution.default else 4)
     if node.target is aten.convolution.default:
         x, weight, bias = node.args[:3]
-        call = Call(_geometry(node, 3), hints=(hints["fprop"], None), wishes=wishes)
+        call = Call(geometry, hints=(hints["fprop"], None), wishes=wishes)
         put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call.text()))
     else:
         mask: Any = node.args[10]
         both = hints.get("dgrad"), hints.get("wgrad")
-        call = Call(_geometry(node, 4), mask=tuple(mask), hints=both, wishes=wishes)
+        call = Call(geometry, mask=tuple(mask), hints=both, wishes=wishes)
         put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call.text()))
 
 
@@ -362,16 +366,17 @@ def _site(node: fx.Node, direction: str, **fields: Any) -> Site:
     image, filters = (val_of(n) for n in node.args[at - 3 : at - 1])
     # The hint of an open size stands for it; a size that depends on values has none.
     sizes = [s if isinstance(s, int) else s.node.hint for s in image.shape]
-    site = Site(_name(node), direction, None)
+    site, geometry = Site(_name(node), direction, None), _geometry(node, at)
+    filter_sizes = [s for s in filters.shape if isinstance(s, int)]
     if node.args[at + 3]:
         site.why = "transposed"
+    elif geometry is None or len(filter_sizes) != filters.dim():
+        site.why = "a filter or geometry of an open size"
     elif image.dtype not in DTYPES:
         site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"
     elif None in sizes:
         site.why = "a size that depends on values"
     else:
-        filter_sizes = [int(s) for s in filters.shape]
-        geometry = _geometry(node, at)
         problem = problem_of(direction, sizes, filter_sizes, image.dtype, geometry, **fields)
         if problem is None:
             site.why = "no convolution that confpred describes"
@@ -383,11 +388,15 @@ def _site(node: fx.Node, direction: str, **fields: Any) -> Site:
     return site
 
 
-def _geometry(node: fx.Node, at: int) -> Geometry:
-    """Return stride, padding, dilation, groups; `at` is the place of the stride."""
+def _geometry(node: fx.Node, at: int) -> Geometry | None:
+    """Return stride, padding, dilation, groups; `at` is the place of the stride. None where one of
+    them is of an open size, or they are not those of an image."""
     given: Any = node.args
-    stride, padding, dilation = ((int(v[0]), int(v[1])) for v in given[at : at + 3])
-    return stride, padding, dilation, int(given[at + 5])
+    stride, padding, dilation = pairs = [tuple(v) for v in given[at : at + 3]]
+    numbers = [*stride, *padding, *dilation, given[at + 5]]
+    if any(len(pair) != 2 for pair in pairs) or not all(type(n) is int for n in numbers):
+        return None
+    return stride, padding, dilation, given[at + 5]
 
 
 def _is_image(node: Any) -> bool:

@@ -6,16 +6,21 @@ import logging
 import random
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
+from torch.nn.modules import module as module_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.pytorch.backend import Options, confpred
+from confpred.pytorch.passes import warn_of
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
@@ -72,11 +77,12 @@ def optimize(
         frame = own_frame(model)
         return torch.compile(frame, backend=confpred, dynamic=dynamic, options=dict(options))
 
-    model._compiled_call_impl = _kept_right(model, capture)
+    captured = capture()
+    model._compiled_call_impl = _kept_right(model, capture, captured)
     if example_inputs is None:
         return model
     try:
-        _compare(model, *as_arguments(example_inputs))
+        _compare(model, captured, *as_arguments(example_inputs))
     except BaseException as error:
         model._compiled_call_impl = former
         if isinstance(error, ConfpredError) or not isinstance(error, Exception):
@@ -111,27 +117,63 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _kept_right(model: nn.Module, capture: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function that runs `model` as `capture` returns it, where Dynamo alone would not.
+def _kept_right(
+    model: nn.Module, capture: Callable[[], Callable[..., Any]], captured: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that runs `model` by `captured`, where Dynamo alone would not.
 
-    Before PyTorch 2.13 no guard sees that a module has another class now, and a captured function
-    refuses to run while another thread traces anything.
+    No guard sees other classes of modules (before PyTorch 2.13), other methods of a class, and
+    hooks for all modules: then `capture` is called again. A captured function refuses to run while
+    another thread traces anything, so calls wait for that.
+
+    The model runs as it is in forward mode and while something else traces it, and from then on
+    where it cannot be captured.
     """
     from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.exc import TorchDynamoException
 
     modules = tuple(model.modules())
-    classes, captured = tuple(map(type, modules)), capture()
+    code, failed = _code_of(modules), False
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal modules, classes, captured
-        if tuple(map(type, modules)) != classes:
-            modules = tuple(model.modules())
-            classes, captured = tuple(map(type, modules)), capture()
-        with compile_lock:
-            pass
-        return captured(*args, **kwargs)
+        nonlocal modules, code, captured, failed
+        now = _code_of(modules)
+        if now != code:
+            modules, captured, failed = tuple(model.modules()), capture(), False
+            code = _code_of(modules)
+        if not failed and not _is_traced():
+            with compile_lock:
+                pass
+            try:
+                return captured(*args, **kwargs)
+            except TorchDynamoException as error:
+                reason = error
+            results = model._call_impl(*args, **kwargs)  # or the error of eager mode
+            failed = True
+            warn_of(reason, "its capture", f"{type(model).__name__} runs as it is")
+            return results
+        return model._call_impl(*args, **kwargs)
 
     return call
+
+
+def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return what `modules` run, as far as no guard of Dynamo sees it."""
+    kinds = tuple(map(type, modules))
+    hooks = (
+        module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
+        module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
+    )  # fmt: skip
+    return kinds, [kind.forward for kind in dict.fromkeys(kinds)], list(map(list, hooks))
+
+
+def _is_traced() -> bool:
+    """Return whether forward mode is on, or another tracer than Dynamo sees the model's calls."""
+    return (
+        forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or proxy_tensor.get_proxy_mode() is not None
+    )
 
 
 def own_frame(model: nn.Module) -> Callable[..., Any]:
@@ -148,18 +190,23 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 
-def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a `ConfpredError` where `model` captured computes other results than `model` as it was,
-    on copies of these inputs."""
+def _compare(
+    model: nn.Module, captured: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise a `ConfpredError` where `captured` computes other results than `model` as it was, on
+    copies of these inputs."""
     from torch._dynamo.utils import counters
 
-    captured, name = model._compiled_call_impl, type(model).__name__
-    breaks = Counter(counters["graph_break"])
-    ours = _results(model, args, kwargs)
-    for reason in list(counters["graph_break"] - breaks)[:1]:
-        first = reason.strip().split("\n")[0]
-        log.warning("%s is captured in parts, cut where: %s", name, first)
+    call, name = model._compiled_call_impl, type(model).__name__
     try:
+        model._compiled_call_impl = None
+        _initialize(model, args, kwargs)
+        breaks = Counter(counters["graph_break"])
+        model._compiled_call_impl = captured
+        ours = _results(model, args, kwargs)
+        for reason in list(counters["graph_break"] - breaks)[:1]:
+            first = reason.strip().split("\n")[0]
+            log.warning("%s is captured in parts, cut where: %s", name, first)
         model._compiled_call_impl = None
         theirs = _results(model, args, kwargs)
         difference = _largest_difference(ours, theirs)
@@ -172,17 +219,46 @@ def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                     " the inputs: %s", name, difference,
                 )  # fmt: skip
                 difference = None
-    finally:
         model._compiled_call_impl = captured
-    _results(model, args, kwargs)  # a CUDA graph is recorded at the second call
+        _results(model, args, kwargs)  # a CUDA graph is recorded at the second call
+    finally:
+        model._compiled_call_impl = call
     if difference is not None:
         raise ConfpredError(f"{name} is as it was: {difference}")
 
 
+def _initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Let lazy layers of `model` take the sizes of these inputs."""
+    if not any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        return
+    training = [module for module in model.modules() if module.training]
+    with torch.no_grad():
+        model.eval()
+        model(*args, **kwargs)
+    for module in training:
+        module.training = True
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return parameters, buffers and plain tensors of a model and its modules."""
+    holders = [d for m in model.modules() for d in (m._parameters, m._buffers, vars(m))]
+    leaves = _pytree.tree_leaves([list(holder.values()) for holder in holders])
+    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    return list(tensors.values())
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Bring buffers and random numbers back to what they are now at the end of the block."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    """Bring tensors, attributes and random numbers of `model` back at the end of the block to what
+    they are now; what is in its lists and dictionaries, too."""
+    writable = [
+        x for x in _tensors_of(model)
+        if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1
+    ]  # fmt: skip
+    tensors = [(x, x.detach().clone()) for x in writable]
+    holders: list[Any] = [vars(m) for m in model.modules()]
+    holders += [v for d in holders for v in d.values() if isinstance(v, (dict, list, set))]
+    former = [(h, dict(h) if isinstance(h, dict) else list(h)) for h in holders]
     of_python = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -190,13 +266,16 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(of_python)
+            for holder, content in former:
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(content)
             with torch.no_grad():
-                for buffer, then in buffers:
-                    buffer.copy_(then)
+                for x, then in tensors:
+                    x.copy_(then)
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
-    """Return the tensors that `model` returns, and the gradients of its parameters where they are
+    """Return the tensors that `model` returns, and the gradients of what it learns where they are
     recorded; with `noise`, of inputs that differ by some roundings. The model stays as it is."""
 
     def copied(x: Any) -> Any:
@@ -208,16 +287,17 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
 
     with _unchanged(model):
         args, kwargs = _pytree.tree_map(copied, (args, kwargs))
+        learned = [x for x in _tensors_of(model) if x.requires_grad and x.is_leaf]
         leaves = _pytree.tree_leaves(model(*args, **kwargs))
         found = [x for x in leaves if isinstance(x, Tensor)]
         recorded = [x for x in found if x.requires_grad]
         results = [x.detach().clone() for x in found]
-        if recorded:
-            wanted = [p for p in model.parameters() if p.requires_grad]
+        if recorded and learned:
             heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
-            grads = torch.autograd.grad(recorded, wanted, heads, allow_unused=True)
+            grads = torch.autograd.grad(recorded, learned, heads, allow_unused=True)
             # Together: a gradient that is zero by arithmetic is nothing but rounding.
-            flat = [g.detach().float().flatten() for g in grads if g is not None]
+            on = recorded[0].device
+            flat = [g.detach().to(on).float().flatten() for g in grads if g is not None]
             results += [torch.cat(flat)] if flat else []
     return results
 

@@ -250,6 +250,14 @@ class _Layer:
     activation: str = "none"
     residual: fx.Node | None = None
 
+    def place(self) -> fx.Node | None:
+        """Return the node before which the fused forward is to stand: the first one that needs a
+        statistic, `out` at the latest. None where an input is not there by then."""
+        inputs = [x for x in (*self.norm.args[:5], self.residual) if isinstance(x, fx.Node)]
+        statistics = [item for item in self.norm.users if item.args[1] != 0]
+        first = min([self.out, *(user for node in statistics for user in node.users)])
+        return first if max(inputs) < first else None
+
     def problems(self) -> list[BatchNorm]:
         """Return those of both directions; none where there are none."""
         x = val_of(self.norm.args[0])
@@ -302,7 +310,7 @@ def _layer(backward: fx.Node, others: Sequence[_Layer]) -> _Layer | None:
     plain = _Layer(norm, backward, items[0], grad, grad, frozen)
     whole = _with_activation(plain)
     taken = any(whole.out is layer.out for layer in others if layer.backward is not backward)
-    return plain if taken else whole
+    return plain if taken or whole.place() is None else whole
 
 
 def _fits(x: Any, out: fx.Node) -> bool:
@@ -354,6 +362,8 @@ def _other(total: fx.Node, one: fx.Node) -> fx.Node | None:
     other = others[0]
     a, b = val_of(one), val_of(other) if isinstance(other, fx.Node) else None
     same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
+    # The caller may write to an input that nothing else reads, before a backward pass reads it.
+    same &= isinstance(other, fx.Node) and (other.op != "placeholder" or len(other.users) > 1)
     return other if same and is_channels_last(b) else None  # type: ignore[return-value,arg-type]
 
 
@@ -380,7 +390,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def serve(graph: fx.Graph, choose: choosing.Choose) -> int:
+def serve(choose: choosing.Choose, graph: fx.Graph) -> int:
     """Let confpred compute the batch norms of a joint graph where both directions together are
     predicted to be faster than PyTorch's operators; return how many."""
     layers = [layer for layer in layers_of(graph) if len(layer.problems()) == 2]
@@ -430,7 +440,7 @@ def _replace(layer: _Layer, ahead: Choice, back: Choice, known: dict[Any, fx.Nod
     values = [val_of(layer.out), *([empty] * 4 if layer.frozen else val_of(norm)[1:])]
     held = (eps,) if layer.frozen else (eps, momentum)
     numbers = [_number(value, empty, graph, known) for value in held]
-    with graph.inserting_before(layer.out):
+    with graph.inserting_before(layer.place()):
         given = (x, weight, bias, layer.residual, mean, variance, numbers, momentum, eps, text)
         new = graph.call_function(torch.ops.confpred.batch_norm.default, given)
         new.meta = norm.meta | {"val": values}

@@ -99,6 +99,7 @@ _define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     norms.backward, norms.fake_backward,
 )  # fmt: skip
+_define("clone(Tensor x, *, MemoryFormat memory_format) -> Tensor", torch.clone, torch.clone)
 _define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", _convert, _like)
 _define(
     "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",

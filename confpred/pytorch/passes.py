@@ -10,24 +10,57 @@ sees keep their layout.
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
+from confpred.pytorch.choosing import warn_once
 from confpred.pytorch.library import HALF
 from confpred.pytorch.loading import CHANNELS_LAST
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
+Step = Callable[[fx.Graph], Any]  # a pass, in place
 _FUNCTIONAL = aten._batch_norm_with_update_functional.default
 _CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-#: Operators whose result depends on how their input lies in memory; random ones do, too.
-_BOUND = {aten.as_strided.default, aten.view.dtype}
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+#: Tags of operators that read memory in a certain order, and of those that draw random numbers.
+_ORDERED_TAGS = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.needs_fixed_stride_order,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+}  # fmt: skip
+
+
+def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
+    """Rewrite the graph of `gm` by each of `steps`. Where one fails, the graph is as it was before
+    all of them, and a warning says so: no optimization may fail the program."""
+    before = copy.deepcopy(gm.graph)
+    for step in steps:
+        try:
+            step(gm.graph)
+        except Exception as error:
+            function = step.func if isinstance(step, partial) else step
+            warn_of(error, function.__qualname__, "a graph runs as PyTorch made it")
+            gm.graph = before
+            break
+    gm.recompile()
+
+
+def warn_of(error: Exception, where: str, effect: str) -> None:
+    """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG."""
+    error = getattr(error, "inner_exception", error)  # of what Dynamo wraps it in
+    first = str(error).strip().split("\n")[0]
+    warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first}")
+    log.debug("%s failed", where, exc_info=error)
 
 
 def val_of(node: Any) -> Any:
@@ -52,6 +85,18 @@ def is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def reads_memory_in_order(node: fx.Node) -> bool:
+    """Return whether the result of `node` may depend on the strides of its inputs: an operator of
+    the user's, a Triton kernel, control flow, random numbers, or an operator that says so."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target in _CONVOLUTIONS:
+        return False
+    is_known = target.namespace in ("aten", "prims", "confpred")
+    return not is_known or target is aten.view.dtype or not _ORDERED_TAGS.isdisjoint(target.tags)
+
+
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:
     """Raise a `RuntimeError` where operands of a convolution have several dtypes, as eager mode
     does; the operator of a captured graph would take them."""
@@ -70,31 +115,33 @@ def views_of_any_layout(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
-def to_channels_last(graph: fx.Graph, visible: int | None = None) -> None:
+class _KeepsLayout(Exception):
+    """Why a graph cannot become channels last."""
+
+
+def to_channels_last(graph: fx.Graph) -> None:
     """Bring the images of a graph, whose views are reshapes, into channels last in place, all or
-    nothing, if its convolutions want that; the caller sees the first `visible` results."""
+    nothing, if its convolutions want that.
+
+    Results, and what `reads_memory_in_order` gets, keep the strides that they had.
+    """
     if not any(_is_channels_first(node) for node in graph.nodes):
         return
     try:
-        vals, copied = _propagated(graph)
-        restored = _restored(graph, vals, visible)
-    except RuntimeError as error:
-        log.debug("the graph keeps its layout: %s", error)
+        vals, copies = _propagated(graph)
+    except _KeepsLayout as reason:
+        log.debug("the graph keeps its layout: %s", reason)
         return
+    made: dict[tuple[fx.Node, Any], fx.Node] = {}  # copies
+    for source, layout, reader in copies:
+        copied = made.get((source, layout))
+        if copied is None:
+            # At once behind it: a joint graph is cut where the last result of the forward pass is.
+            with graph.inserting_after(_last_of_inputs(source)):
+                copied = made[source, layout] = _copy(graph, source, vals[source], layout, reader)
+        reader.replace_input_with(source, copied)
     for node, val in vals.items():
         node.meta["val"] = val
-    for node, place in copied:
-        source: Any = node.args[place]
-        with graph.inserting_before(node):
-            node.update_arg(place, _copy(graph, source, CHANNELS_LAST))
-    output = graph.output_node()
-    given: Any = output.args[0]
-    results = list(given)
-    for place in restored:
-        # At once behind it: a joint graph is cut where the last result of the forward pass is.
-        with graph.inserting_after(results[place]):
-            results[place] = _copy(graph, results[place], torch.contiguous_format)
-    output.update_arg(0, tuple(results))
     graph.lint()
 
 
@@ -103,54 +150,81 @@ def _is_channels_first(node: fx.Node) -> bool:
     if node.target is not aten.convolution.default or node.args[6]:
         return False
     val = val_of(node.args[0])
-    is_half_image = isinstance(val, Tensor) and val.dim() == 4 and val.dtype in HALF
-    return is_half_image and not val.is_contiguous(memory_format=CHANNELS_LAST)
+    return _is_image(val) and val.dtype in HALF and not _is_last(val)
 
 
-def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, int]]]:
-    """Return the values of all nodes in the new layout, and which arguments are to be copied."""
+def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
+    """Return the values of all nodes in the new layout, and the copies that it needs: the source,
+    the layout of its copy, and who reads that."""
     vals: dict[fx.Node, Any] = {}
-    copied: list[tuple[fx.Node, int]] = []
+    copies: list[tuple[fx.Node, Any, fx.Node]] = []
     mode: Any = next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
     for node in graph.nodes:
-        if node.op != "call_function":
-            vals[node] = val_of(node)
-            continue
-        given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
-        tags = getattr(node.target, "tags", ())
-        bound = node.target in _BOUND or torch.Tag.nondeterministic_seeded in tags
-        if bound and any(_is_moved(val_of(n), vals[n]) for n in node.all_input_nodes):
-            raise RuntimeError(str(node.target))
-        given = list(given)
-        with mode:
-            if node.target is aten.convolution.default and _is_channels_first(node):
-                for place in (0, 1):
-                    if not given[place].is_contiguous(memory_format=CHANNELS_LAST):
-                        given[place] = given[place].clone(memory_format=CHANNELS_LAST)
-                        copied.append((node, place))
-            vals[node] = node.target(*given, **named)
-    return vals, copied
+        vals[node] = val_of(node)
+        if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
+            moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
+            copies += [(source, _layout_of(val_of(source)), node) for source in moved]
+        elif node.op == "call_function":
+            vals[node] = _computed(node, vals, copies, mode)
+    return vals, copies
 
 
-def _restored(graph: fx.Graph, vals: dict[fx.Node, Any], visible: int | None) -> list[int]:
-    """Return the places of results that have to be copied back into the layout they had."""
-    results: Any = graph.output_node().args[0]
-    places = []
-    for place, node in enumerate(results[:visible]):
-        if isinstance(node, fx.Node) and _is_moved(val_of(node), vals[node]):
-            if not node.meta["val"].is_contiguous():
-                raise RuntimeError("a result that is neither channels last nor first")
-            places.append(place)
-    return places
+def _computed(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
+    """Return the value of a node whose inputs have these values."""
+    if node.target is aten.as_strided.default and _is_moved(
+        val_of(node.args[0]), vals[node.args[0]]
+    ):
+        raise _KeepsLayout(str(node.target))
+    given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
+    given = list(given)
+    with mode:
+        if _is_channels_first(node):
+            for place in (0, 1):
+                if not _is_last(given[place]):
+                    given[place] = given[place].clone(memory_format=CHANNELS_LAST)
+                    copies.append((node.args[place], CHANNELS_LAST, node))
+        val = node.target(*given, **named)
+        if node.target is aten.convolution_backward.default and _is_last(given[1]):
+            # Both gradients are channels last, too, which fake ones do not say.
+            val = tuple(
+                g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
+            )
+    return val
+
+
+def _is_image(val: Any) -> bool:
+    return isinstance(val, Tensor) and val.dim() == 4
+
+
+def _is_last(val: Any) -> bool:
+    return _is_image(val) and val.is_contiguous(memory_format=CHANNELS_LAST)
+
+
+def _layout_of(val: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor; raise `_KeepsLayout` where it has none."""
+    for layout in (torch.contiguous_format, CHANNELS_LAST):
+        if val.is_contiguous(memory_format=layout):
+            return layout
+    raise _KeepsLayout("strides that are neither channels last nor first")
 
 
 def _is_moved(before: Any, after: Any) -> bool:
     return isinstance(before, Tensor) and before.stride() != after.stride()
 
 
-def _copy(graph: fx.Graph, source: fx.Node, layout: torch.memory_format) -> fx.Node:
-    new = graph.call_function(aten.clone.default, (source,), {"memory_format": layout})
-    val = val_of(source)
+def _last_of_inputs(node: fx.Node) -> fx.Node:
+    """Return `node`, or the last input of its graph where it is one."""
+    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
+def _copy(
+    graph: fx.Graph, source: fx.Node, val: Any, layout: torch.memory_format, reader: fx.Node
+) -> fx.Node:
+    """Return a new node: `source` in `layout`, for `reader`."""
+    # Inductor may lay a clone out otherwise, and asks no control flow operator for its strides.
+    in_order = isinstance(reader.target, torch._ops.HigherOrderOperator)
+    clone = torch.ops.confpred.clone.default if in_order else aten.clone.default
+    new = graph.call_function(clone, (source,), {"memory_format": layout})
     with val.fake_mode:
         new.meta = source.meta | {"val": val.clone(memory_format=layout)}
     return new
@@ -171,7 +245,8 @@ def drop_copies(graph: fx.Graph) -> None:
 
     for node in graph.nodes:
         viewed = node.args[0] if node.target is operator.getitem else node
-        owners[node] = node.all_input_nodes[0] if is_view(viewed) else node
+        inputs = node.all_input_nodes
+        owners[node] = inputs[0] if inputs and is_view(viewed) else node
     results = {owner_of(node) for node in graph.output_node().all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         (source,) = node.all_input_nodes
@@ -228,24 +303,21 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
                 put_in_place(node, aten.batch_norm_backward.default, (grad, x, weight, *saved))
 
 
-def update_in_place(graph: fx.Graph) -> set[fx.Node]:
-    """Let a forward graph update running statistics and counts of batches where they are; return
-    the inputs that are written.
+def update_in_place(graph: fx.Graph) -> None:
+    """Let a forward graph update running statistics and counts of batches where they are.
 
     A functional graph computes new ones and copies them at its end, two launches a batch norm more.
     """
-    written: set[fx.Node] = set()
     counts: list[fx.Node] = []
-    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        home, value = copy.args[:2]
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        home, value = write.args[:2]
         if not isinstance(home, fx.Node) or not isinstance(value, fx.Node):
             continue
-        if home.op != "placeholder" or copy.users:
+        if home.op != "placeholder" or write.users:
             continue
-        written.add(home)
         counted = value.target is aten.add.Tensor and value.args == (home, 1) and not value.kwargs
-        if counted and len(value.users) == 1 and home.users.keys() == {value, copy}:
-            graph.erase_node(copy)
+        if counted and len(value.users) == 1 and home.users.keys() == {value, write}:
+            graph.erase_node(write)
             graph.erase_node(value)
             counts.append(home)
     ours = torch.ops.confpred
@@ -260,10 +332,33 @@ def update_in_place(graph: fx.Graph) -> set[fx.Node]:
         with graph.inserting_before(graph.output_node()):
             graph.call_function(aten._foreach_add_.Scalar, (counts, 1))
     graph.lint()
-    return written
 
 
-def convert_together(graph: fx.Graph, parameters: Sequence[int]) -> None:
+def written_inputs(graph: fx.Graph) -> list[int]:
+    """Return the places of inputs that a graph writes to."""
+    written = {x for node in graph.nodes if _writes(node) for x in written_by(node)}
+    return [i for i, x in enumerate(graph.find_nodes(op="placeholder")) if x in written]
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory `node` writes to."""
+    nodes: list[fx.Node] = []
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.is_write:
+            fx.map_arg(value, nodes.append)
+    return nodes
+
+
+def describe_tensors(graph: fx.Graph) -> None:
+    """Let nodes say that they are tensors as PyTorch's partitioner asks for it up to 2.9."""
+    for node in graph.nodes:
+        if isinstance(val_of(node), Tensor):
+            node.meta.setdefault("tensor_meta", _extract_tensor_metadata(val_of(node)))
+        else:
+            node.meta.pop("tensor_meta", None)
+
+
+def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
     """Let inputs that are `parameters` be converted to another dtype by one call before all else,
     and results, where there are no parameters, by one after all else. Each is a launch, of a
     microsecond or two where the tensor is small."""
@@ -363,10 +458,12 @@ def frozen(
     more = range(len(inputs), len(inputs) + len(results))
     run = compile(gm, [*static, *more])
     kept: list[Any] = []
+    lock = threading.Lock()
 
     def call(given: list[Any]) -> Any:
-        if not kept:
-            kept.extend(once(*given))
+        with lock:
+            if not kept:
+                kept.extend(once(*given))
         both = [*given, *kept]
         given.clear()
         return run(both)

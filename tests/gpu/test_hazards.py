@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 from hazards import HAZARDS, compare
+from hazards.base import failed_passes
 from layers_on_gpu import ours_first
+
+from confpred.pytorch import backend, choosing, norms
+from confpred.pytorch.graphs import Graphed
 
 HOW: dict[str, dict[str, Any]] = {
     "graphs": {}, "no graphs": {"graphs": False}, "inductor": {"inductor": True},
@@ -15,7 +19,20 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", HAZARDS)
-def test_a_hazard(name: str, how: str) -> None:
-    with ours_first() as ours:
-        compare(HAZARDS[name], "cuda", **HOW[how])
-    assert any(ours.chosen) or not HAZARDS[name].kernels
+def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, make = HAZARDS[name], backend.graphed
+    passes: list[Any] = []
+
+    def graphed(*given: Any, **named: Any) -> Any:
+        passes.append(make(*given, **named))
+        return passes[-1]
+
+    monkeypatch.setattr(backend, "graphed", graphed)
+    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)  # every norm that a kernel takes
+    with ours_first() as ours, failed_passes() as failures:
+        monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
+        compare(found, "cuda", **HOW[how])
+    assert all(not found.by_inductor and "as Inductor failed" in it for it in failures), failures
+    assert sum(name is not None for name in ours.chosen) >= (found.kernels and 1)
+    replays = sum(run.replays for run in passes if isinstance(run, Graphed))
+    assert replays >= (found.replays if HOW[how].get("graphs", True) else 0)

@@ -4,6 +4,8 @@ base         the network, its inputs, and how an optimized model is compared wit
 forwards     what a forward does
 writes       weights that change
 gradients    what a program does with autograd
+lifetimes    backward passes in any order, memory that runs out
+structures   how a forward is built
 calls        inputs, outputs, switches and modes
 programs     streams, threads, processes, other compilers, copies
 
@@ -13,7 +15,10 @@ model as it was. Everything that it returns has to be the same.
 
 from __future__ import annotations
 
-from hazards import calls, forwards, gradients, programs, writes
+from hazards import calls, forwards, gradients, lifetimes, programs, structures, writes
 from hazards.base import HAZARDS, compare
 
-__all__ = ["HAZARDS", "calls", "compare", "forwards", "gradients", "programs", "writes"]
+__all__ = [
+    "HAZARDS", "calls", "compare", "forwards", "gradients", "lifetimes", "programs", "structures",
+    "writes",
+]  # fmt: skip

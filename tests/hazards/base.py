@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import confpred
+from confpred.pytorch import choosing
 
 LAST = torch.channels_last
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,12 +33,20 @@ class Hazard:
         program: returns tensors, numbers and texts in lists, tuples and dictionaries.
         needs_gpu: it says nothing on a CPU.
         kernels: whether kernels of confpred have to run in it.
+        layers: how many operators of confpred its graphs have at least, and `norms` how many of
+            these are batch norms of training.
+        by_inductor: whether Inductor compiles all of its graphs.
+        replays: how many of its passes are replayed as CUDA graphs at least.
         refused: a part of the error that PyTorch may raise in the place of a result.
     """
 
     program: Program
     needs_gpu: bool = False
     kernels: bool = True
+    layers: int = 1
+    norms: int = 0
+    replays: int = 0
+    by_inductor: bool = True
     refused: str | None = None
 
 
@@ -195,6 +205,25 @@ def switched(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, former)
+
+
+@contextmanager
+def failed_passes() -> Iterator[list[str]]:
+    """Return the warnings of optimizations that failed inside the block."""
+    seen: list[str] = []
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING and " failed: " in record.getMessage():
+                seen.append(record.getMessage())
+
+    watch, log = Watch(), logging.getLogger("confpred")
+    choosing.forget()  # a warning comes once
+    log.addHandler(watch)
+    try:
+        yield seen
+    finally:
+        log.removeHandler(watch)
 
 
 def compare(found: Hazard, device: str, **options: Any) -> None:

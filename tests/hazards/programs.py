@@ -311,7 +311,7 @@ def exported(run: Run) -> Any:
     return run.infer(program.module()), run.infer(model)
 
 
-@hazard(refused="torch.jit.trace")
+@hazard()
 def traced_by_jit(run: Run) -> Any:
     model = run.optimize(run.network())
     run.infer(model)

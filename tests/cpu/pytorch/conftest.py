@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from hazards.base import failed_passes
 from torch import fx
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
+from confpred.problem.norm import BatchNorm
 from confpred.pytorch import backend
 
-KERNEL = Candidate("cudnn", 1)
+KERNEL, NORM_KERNEL = Candidate("cudnn", 1), Candidate("batch_norm_two_pass", 0)
 
 
 @dataclass(slots=True)
@@ -68,11 +70,12 @@ class Captured:
 
     def choose(self, problems: Sequence[Problem]) -> list[Choice]:
         self.asked.append(list(problems))
-        candidates = [KERNEL if self.wins(p) else PYTORCH_OPERATOR for p in problems]
-        return [
-            Choice(p, "h100", "predicted", c, 1.0)
-            for p, c in zip(problems, candidates, strict=True)
-        ]
+        choices = []
+        for problem in problems:
+            kernel = NORM_KERNEL if isinstance(problem, BatchNorm) else KERNEL
+            candidate = kernel if self.wins(problem) else PYTORCH_OPERATOR
+            choices.append(Choice(problem, "h100", "predicted", candidate, 1.0, pytorch_ms=2.0))
+        return choices
 
     def chooser(self, ordinal: int, options: backend.Options) -> Any:
         self.options.append(options)
@@ -99,11 +102,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
 
 
 @pytest.fixture(autouse=True)
-def nothing_captured() -> Iterator[None]:
-    """No test meets the captures, or the settings, of another one."""
+def nothing_captured(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test meets the captures, or the settings, of another one, and no pass fails."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     # Dynamo sets levels of its own.
     logging.getLogger("confpred").setLevel(logging.NOTSET)
-    yield
+    with failed_passes() as failures:
+        yield
     torch._dynamo.reset()
+    assert request.node.get_closest_marker("passes_fail") or not failures, failures
