@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 TREE   := build/tree
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-slow browsers fuzz faults kernels models results holdout lint tree serve clean
+.PHONY: help setup demo test test-all test-slow browsers fuzz faults torch kernels models results holdout lint tree serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -48,6 +48,9 @@ fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour;
 
 faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the fast tests notice; a quarter of an hour
 	$(BIN)/python tests/faults/plant.py
+
+torch: $(READY)  ## run the PyTorch tests with the PyTorch of VERSION=2.9.1, say, and record what passes; gigabytes
+	$(BIN)/python tests/torch_versions.py --version $(VERSION)
 
 kernels: $(READY)  ## compile every kernel of every family for every target; some CPU-hours, resumable
 	$(BIN)/python tests/compile_kernels.py --out build/kernels.jsonl

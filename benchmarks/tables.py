@@ -33,7 +33,7 @@ from benchmarks.networks.network_tables import OF_NETWORKS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/results.md", "docs/sampling.md")
+PAGES = ("README.md", "docs/pytorch.md", "docs/results.md", "docs/sampling.md")
 DEVICES = ("h100", "h200")
 DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
 NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or slower
@@ -60,12 +60,10 @@ def kernels(results: Results) -> str:
             group.append(layer["speedup"])
         for part in result["summary"]:
             shares = [f"{part[key]:.2f}" for key in ("floor_share", "cudnn_floor_share")]
-            found = speeds[part["kind"], part["direction"]]
             name = f"{part['kind']}, {DIRECTIONS[part['direction']]}"
-            rows.append((name, device, *_speeds(found), *shares))
-        rows.append(
-            ("all", device, *_speeds([s for found in speeds.values() for s in found]), "", "")
-        )
+            rows.append((name, device, *_speeds(speeds[part["kind"], part["direction"]]), *shares))
+        every = [speed for group in speeds.values() for speed in group]
+        rows.append(("all", device, *_speeds(every), "", ""))
     return markdown(heads, rows)
 
 
@@ -93,11 +91,9 @@ def in_situ(results: Results) -> str:
 
 def service(result: dict[str, Any]) -> str:
     """Tabulate the round trips of the HTTP service."""
-    rows = [
-        (name, f"{t['p50_ms']:.2f}", f"{t['p99_ms']:.2f}", f"{t['requests_per_s']:,}")
-        for name, t in result["latency"].items()
-    ]
-    return markdown(columns("request | p50, ms | p99, ms | requests a second"), rows)
+    heads, latency = columns("request | p50, ms | p99, ms | requests a second"), result["latency"]
+    cells = "{p50_ms:.2f}|{p99_ms:.2f}|{requests_per_s:,}"
+    return markdown(heads, [(name, *cells.format(**t).split("|")) for name, t in latency.items()])
 
 
 def latency(results: Results) -> str:
@@ -135,11 +131,8 @@ def runs(results: dict[str, Results]) -> str:
 def sampling(results: Results) -> str:
     """Tabulate the sampler's rate."""
     heads = columns("device | rows | problems | seconds | rows a second")
-    rows = []
-    for device, r in results.items():
-        rate = f"{r['seconds']:.1f}", f"{r['rows_per_s']:.0f}"
-        rows.append((device, str(r["rows"]), str(r["problems"]), *rate))
-    return markdown(heads, rows)
+    cells = "{rows}|{problems}|{seconds:.1f}|{rows_per_s:.0f}"
+    return markdown(heads, [(d, *cells.format(**r).split("|")) for d, r in results.items()])
 
 
 def fleet(result: dict[str, Any]) -> str:
@@ -154,9 +147,9 @@ def fleet(result: dict[str, Any]) -> str:
             ("merge of 300,000 rows of 1,000 shards", result["merge"], "merge_s", " s", "<="),
         )
     ]
-    for name in ("missing_rows", "rows_stored_twice"):
-        words = name.replace("_", " ")
-        rows.append((f"{words} after {kills['kills']} kills", str(kills[name]), "0"))
+    for words in ("missing rows", "rows stored twice"):
+        count = kills[words.replace(" ", "_")]
+        rows.append((f"{words} after {kills['kills']} kills", str(count), "0"))
     real, least = result["real"], budgets["ray_over_local"]
     name = f"Ray over the local engine, one real {real['device']}"
     rows.append((name, f"{real['ray_over_local']:.2f}x", f">= {least:g}x"))
@@ -182,17 +175,17 @@ def transfer_holdout(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         named = " and ".join(row["from"]).upper(), row["to"].upper()
         share, kernels = (*named, f"{row['share']:.0%}"), row["ours"]
-        figures = [*(kernels[name] for name in ("geomean", "p95", "worst"))]
-        figures += [row["whole"]["geomean"], row["weighted"]]
+        regrets = (kernels[name] for name in ("geomean", "p95", "worst"))
+        figures = (*regrets, row["whole"]["geomean"], row["weighted"])
         rows.append((*share, *(f"{value:.3f}" for value in figures)))
     return markdown((*heads, "with PyTorch's operator", "by time"), rows)
 
 
 #: Results of a device, of which `runs` tells.
 _RUNS = (
-    *("conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json"),
+    "conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json",
     "networks.json",
-)
+)  # fmt: skip
 #: Results that a device may lack.
 OPTIONAL = (
     *("networks.json", "networks_cold.json", "sampling_plans.json"),
@@ -223,6 +216,18 @@ def _of_norms(*found: dict[str, Any]) -> str:
     return norms(dict(zip(names, choices, strict=True)), dict(zip(names, kernels, strict=True)))
 
 
+def _versions() -> tuple[str, ...]:
+    """Return the records of ``tests/torch_versions.py``, the oldest PyTorch first."""
+    names = [path.relative_to(RESULTS).as_posix() for path in RESULTS.glob("torch/*.json")]
+    return tuple(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+
+
+def pytorch_versions(*records: dict[str, Any]) -> str:
+    """Tabulate how many tests pass with which PyTorch."""
+    fields = columns("torch | device | python | passed | failed | date | commit")
+    return markdown(fields, [[str(record[field]) for field in fields] for record in records])
+
+
 def _of_runs(*found: dict[str, Any] | None) -> str:
     known = zip([(device, file) for device in DEVICES for file in _RUNS], found, strict=True)
     results: dict[str, dict[str, Any]] = {device.upper(): {} for device in DEVICES}
@@ -237,11 +242,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "service": (("service_latency.json",), service),
         "fleet": (("fleet.json",), fleet),
         "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
+        "torch": (_versions(), pytorch_versions),
         "batch-norm": (
-            (
-                *(f"{device}/evaluation_norm.json" for device in DEVICES),
-                *(f"{device}/batch_norm.json" for device in DEVICES),
-            ),
+            tuple(f"{d}/{kind}_norm.json" for kind in ("evaluation", "batch") for d in DEVICES),
             _of_norms,
         ),
         "runs": (tuple(f"{device}/{file}" for device in DEVICES for file in _RUNS), _of_runs),
@@ -286,16 +289,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fill the pages' tables from the results.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     check = parser.parse_args().check
-    stale = []
-    for page in PAGES:
-        old = (ROOT / page).read_text(encoding="utf-8")
-        new = filled(old)
-        if new != old:
-            stale.append(page)
-            if not check:
-                (ROOT / page).write_text(new, encoding="utf-8")
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    stale = [page for page, text in texts.items() if filled(text) != text]
     if check and stale:
         sys.exit(f"stale: {', '.join(stale)}; run python -m benchmarks.tables")
+    for page in stale:
+        (ROOT / page).write_text(filled(texts[page]), encoding="utf-8")
 
 
 if __name__ == "__main__":

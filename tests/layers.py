@@ -91,21 +91,12 @@ def _layer(
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
     return Problem(
-        n=n,
-        c=c,
-        h=side,
-        w=side,
-        k=c,
-        r=window[0],
-        s=window[1],
-        stride=step[0],
+        n=n, c=c, h=side, w=side, k=c, r=window[0], s=window[1], stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
-        dilation=dilation,
-        groups=1 if width == DENSE else c // width,
-        dtype=dtype,
+        dilation=dilation, groups=1 if width == DENSE else c // width, dtype=dtype,
         direction=direction,
         **_epilogue(direction, bias, activation, residual, deterministic=residual),
-    )
+    )  # fmt: skip
 
 
 def _epilogue(

@@ -8,18 +8,8 @@ from collections.abc import Iterator
 from confpred.problem.conv2d import Problem
 
 WINDOWS = (
-    (3, 3),
-    (3, 3),
-    (3, 3),
-    (5, 5),
-    (7, 7),
-    (9, 9),
-    (1, 7),
-    (11, 1),
-    (11, 11),
-    (2, 3),
-    (1, 1),
-)
+    (3, 3), (3, 3), (3, 3), (5, 5), (7, 7), (9, 9), (1, 7), (11, 1), (11, 11), (2, 3), (1, 1),
+)  # fmt: skip
 
 
 def problems(direction: str, seed: int = 0) -> Iterator[Problem]:
@@ -34,21 +24,15 @@ def problems(direction: str, seed: int = 0) -> Iterator[Problem]:
         r, s = rng.choice(WINDOWS)
         plain = rng.random() < 0.5  # unit steps
         yield Problem(
-            n=rng.choice((1, 2, 3, 8, 32, 100, 256)),
-            c=c,
-            h=rng.randint(22, 70),
-            w=rng.randint(22, 70),
+            n=rng.choice((1, 2, 3, 8, 32, 100, 256)), c=c,
+            h=rng.randint(22, 70), w=rng.randint(22, 70),
             k=c * (rng.choice((1, 1, 1, 2)) if depthwise and direction == "fprop" else 1),
-            r=r,
-            s=s,
-            stride=1 if plain else (rng.choice((1, 2)), rng.choice((1, 2))),
+            r=r, s=s, stride=1 if plain else (rng.choice((1, 2)), rng.choice((1, 2))),
             padding=(rng.randint(0, r // 2 + 1), rng.randint(0, s // 2)),
             dilation=1 if plain else rng.choice((1, 2)),
-            groups=c // width,
-            dtype=rng.choice(("float16", "bfloat16", "float32")),
-            direction=direction,
-            bias=direction != "dgrad" and rng.random() < 0.3,
+            groups=c // width, dtype=rng.choice(("float16", "bfloat16", "float32")),
+            direction=direction, bias=direction != "dgrad" and rng.random() < 0.3,
             residual=direction == "fprop" and rng.random() < 0.3,
             activation=rng.choice(("none", "silu")) if direction == "fprop" else "none",
             deterministic=direction == "wgrad" and rng.random() < 0.3,
-        )
+        )  # fmt: skip

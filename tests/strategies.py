@@ -30,19 +30,13 @@ def problems(draw: st.DrawFn) -> Problem:
         h=draw(st.integers(least_h, least_h + 200)),
         w=draw(st.integers(least_w, least_w + 200)),
         k=groups * draw(st.integers(1, 64)),
-        r=r,
-        s=s,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        dtype=draw(st.sampled_from(DTYPES)),
-        direction=direction,
+        r=r, s=s, stride=stride, padding=padding, dilation=dilation, groups=groups,
+        dtype=draw(st.sampled_from(DTYPES)), direction=direction,
         bias=(forward or wgrad) and draw(st.booleans()),
         activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
         residual=forward and draw(st.booleans()),
         deterministic=wgrad and draw(st.booleans()),
-    )
+    )  # fmt: skip
 
 
 @st.composite
@@ -65,24 +59,16 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
     ]
     forward = direction == "fprop"
     return Problem(
-        n=draw(st.integers(1, images)),
-        c=c,
+        n=draw(st.integers(1, images)), c=c, k=c * multiplier,
         h=draw(st.integers(least[0], max(least[0], largest))),
         w=draw(st.integers(least[1], max(least[1], largest))),
-        k=c * multiplier,
-        r=r,
-        s=s,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=c // width,
+        r=r, s=s, stride=stride, padding=padding, dilation=dilation, groups=c // width,
         dtype=draw(st.sampled_from(DTYPES[:2] if eights else DTYPES)),
-        direction=direction,
-        bias=direction != "dgrad" and draw(st.booleans()),
+        direction=direction, bias=direction != "dgrad" and draw(st.booleans()),
         residual=forward and draw(st.booleans()),
         activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",
         deterministic=direction == "wgrad" and draw(st.booleans()),
-    )
+    )  # fmt: skip
 
 
 def problems_of(family: Family) -> st.SearchStrategy[Problem]:

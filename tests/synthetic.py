@@ -108,17 +108,12 @@ def row_of(
     None."""
     by_pytorch = candidate == PYTORCH_OPERATOR
     outcome = Outcome(
-        candidate.config_id,
-        "ok" if ms is not None else "wrong_result",
+        candidate.config_id, "ok" if ms is not None else "wrong_result",
         time_ms=ms if ms is not None else float("nan"),
-        spread_ms=ms * _NOISE if ms is not None else float("nan"),
-        samples=20,
-        registers=64,
-        error=1e-3,
-        sm_clock_mhz=1980,
-        cudnn="9.19.0" if by_pytorch else "",
+        spread_ms=ms * _NOISE if ms is not None else float("nan"), samples=20, registers=64,
+        error=1e-3, sm_clock_mhz=1980, cudnn="9.19.0" if by_pytorch else "",
         cudnn_mode="benchmark" if by_pytorch else "",
-    )
+    )  # fmt: skip
     digest = "" if by_pytorch else source
     when = "2025-01-01T00:00:00Z"
     return Measurement(problem, networks, candidate.provider, digest, _RUN, outcome, when).to_row()

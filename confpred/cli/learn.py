@@ -28,7 +28,7 @@ from confpred.cli.arguments import (
     require_packages,
     seed_option,
 )
-from confpred.errors import InvalidInput
+from confpred.errors import InvalidInput, nearest
 from confpred.files import write_whole
 from confpred.training import HOLDOUT_FORMAT, MODULES
 
@@ -270,13 +270,18 @@ def report(
 @click.argument("folders", type=MEASUREMENTS, nargs=-1, required=True, metavar="FOLDER...")
 @click.argument("file", type=OUTPUT)
 @click.option("--anchors", is_flag=True, help="Join what every run has measured again, instead.")
+@click.option("--operation", help="Operation of files that name none, such as conv2d.")
 @force_option
-def merge(folders: tuple[Folder, ...], file: Path, anchors: bool, force: bool) -> None:
+def merge(
+    folders: tuple[Folder, ...], file: Path, anchors: bool, operation: str | None, force: bool
+) -> None:
     """Join the measurements in sampler output FOLDERs into FILE, one sorted Parquet file. A FOLDER
     may be a URL, such as s3://bucket/runs.
 
     Where FILE is a folder, or is new and does not end in .parquet, it is a folder of parts: the
     rows that no part has yet become a new part, named for the day, and all parts stay as they are.
+
+    Files that pandas, polars or DuckDB have written need --operation, which says what they measure.
 
     \b
     confpred merge runs/h100 runs/h100.parquet
@@ -285,9 +290,13 @@ def merge(folders: tuple[Folder, ...], file: Path, anchors: bool, force: bool) -
     """
     with needing("data"):
         from confpred.data.parquet import add_part, is_shard_of, merge, shards_in
+        from confpred.families.registry import all_operations
+    if operation not in (None, *all_operations()):
+        raise InvalidInput("operation", operation, nearest(operation, all_operations()))
+    named = None if operation is None else all_operations()[operation]
     if file.is_dir() or (file.suffix != ".parquet" and not os.path.lexists(file)):
         check_folder("file", file)
-        made = add_part(folders, file, anchors=anchors)
+        made = add_part(folders, file, anchors=anchors, operation=named)
         click.echo(f"{made[1]} rows in {made[0]}" if made else f"no rows that {file} lacks")
         return
     shards = (shard for folder in folders for shard in shards_in(folder, anchors=anchors))
@@ -296,7 +305,8 @@ def merge(folders: tuple[Folder, ...], file: Path, anchors: bool, force: bool) -
     for folder in folders:
         if is_shard_of(file, folder):
             raise InvalidInput("file", str(file), f"no name of a shard of {folder} itself")
-    click.echo(f"{merge(folders, file, replace=force, anchors=anchors)} rows in {file}")
+    rows = merge(folders, file, replace=force, anchors=anchors, operation=named)
+    click.echo(f"{rows} rows in {file}")
 
 
 _LINE_SECONDS = 2.0

@@ -84,15 +84,30 @@ def _schema_in(path: File) -> tuple[str, list[str]]:
     return name, found.names
 
 
-def read(path: File, operation: Operation, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of one file, with all columns or only `columns`.
+def unknown_operation(path: File, name: str) -> DataError:
+    """Error for a file of an operation that no family computes, or that names none."""
+    if name:
+        return DataError(f"{path} is of operation {name!r}, which no family computes")
+    return DataError(
+        f"{path} lacks the metadata {_OPERATION!r}, which programs such as pandas drop; if it "
+        "measures conv2d, confpred merge --operation conv2d FOLDER FILE writes it again"
+    )
+
+
+def read(
+    path: File, operation: Operation, columns: Sequence[str] | None = None, *, unnamed: bool = False
+) -> pa.Table:
+    """Return the rows of one file, with all columns or only `columns`; `unnamed`, also of a file
+    whose metadata name no operation.
 
     Raises:
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
             column.
     """
     holds, present = _schema_in(path)
-    if holds != operation.name:
+    if not holds and not unnamed:
+        raise unknown_operation(path, holds)
+    if holds not in ("", operation.name):
         raise DataError(f"{path} holds measurements of {holds!r}, not of {operation.name!r}")
     known = schema(operation)
     names = known.names if columns is None else list(columns)
@@ -269,9 +284,11 @@ def is_shard_of(file: Path, folder: Folder) -> bool:
 
 
 def read_shards(
-    folder: Folder, operation: Operation, columns: Sequence[str], *, anchors: bool = False
-) -> pa.Table:
-    """Return the rows of all shards and parts of a folder, or of its `anchors`.
+    folder: Folder, operation: Operation, columns: Sequence[str], *, anchors: bool = False,
+    unnamed: bool = False,
+) -> pa.Table:  # fmt: skip
+    """Return the rows of all shards and parts of a folder, or of its `anchors`; `unnamed` is that
+    of `read`.
 
     Raises:
         InvalidInput: it is no folder.
@@ -283,7 +300,7 @@ def read_shards(
     if len(shards) >= _TOGETHER:
         with contextlib.suppress(OSError, pa.ArrowException, ValueError):  # `read` says where
             return _read_together(shards, operation, wanted)
-    parts = [read(path, operation, columns) for path in shards]
+    parts = [read(path, operation, columns, unnamed=unnamed) for path in shards]
     return pa.concat_tables([wanted.empty_table(), *parts])
 
 
@@ -314,23 +331,27 @@ def _read_together(files: Sequence[File], operation: Operation, wanted: pa.Schem
 
 
 def merge(
-    folders: Sequence[Folder], file: Path, *, replace: bool = True, anchors: bool = False
-) -> int:
+    folders: Sequence[Folder], file: Path, *, replace: bool = True, anchors: bool = False,
+    operation: Operation | None = None,
+) -> int:  # fmt: skip
     """Write the rows of all shards or parts of `folders`, or of their `anchors`, to one `file`,
-    sorted by problem; returns how many. `replace`: the file may exist.
+    sorted by problem; returns how many. `replace`: the file may exist. `operation`: that of shards
+    which name none; None refuses such shards.
 
     Raises:
         DataError: a shard is damaged, or a folder has none.
         StorageError: the file system refused; `file` is then as it was.
     """
-    table = _joined(folders, _operation_in(folders, anchors), anchors)
+    kind = operation or _operation_in(folders, anchors)
+    table = _joined(folders, kind, anchors, unnamed=operation is not None)
     write(table, file, replace=replace)
     return int(table.num_rows)
 
 
 def add_part(
-    folders: Sequence[Folder], folder: Path, *, anchors: bool = False
-) -> tuple[Path, int] | None:
+    folders: Sequence[Folder], folder: Path, *, anchors: bool = False,
+    operation: Operation | None = None,
+) -> tuple[Path, int] | None:  # fmt: skip
     """Write the rows of `folders` that no part of `folder` has to a new part, sorted by problem.
 
     Args:
@@ -338,6 +359,7 @@ def add_part(
         folder: of parts; made if missing. The new part bears the day (UTC), as in
             ``part-2026-11-24.parquet``, ``part-2026-11-24_02.parquet``: the last one by name.
         anchors: merge the shards of anchors, and no others.
+        operation: that of shards which name none; None refuses such shards.
 
     Returns:
         The new part and how many rows it has; None where the parts have all rows already.
@@ -349,10 +371,10 @@ def add_part(
     """
     if any(path for pattern in (_SHARDS, ANCHORS) for path in folder.glob(pattern)):
         raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
-    operation = _operation_in(folders, anchors)
-    table = _joined(folders, operation, anchors)
-    known = [*problem_columns(operation), *_ROW]
-    parts = (read(part, operation, known) for part in sorted(folder.glob("*.parquet")))
+    kind = operation or _operation_in(folders, anchors)
+    table = _joined(folders, kind, anchors, unnamed=operation is not None)
+    known = [*problem_columns(kind), *_ROW]
+    parts = (read(part, kind, known) for part in sorted(folder.glob("*.parquet")))
     number = rows_beyond(table, parts, known)
     if not len(number):
         return None
@@ -394,11 +416,13 @@ def _new_part(folder: Path) -> Path:
     raise InvalidInput("file", str(folder), f"a folder with under {_MOST_PARTS} parts of {day}")
 
 
-def _joined(folders: Sequence[Folder], operation: Operation, anchors: bool) -> pa.Table:
+def _joined(
+    folders: Sequence[Folder], operation: Operation, anchors: bool, *, unnamed: bool
+) -> pa.Table:
     """Return the rows of all shards of `folders`, sorted by problem."""
-    tables = []
+    tables, names = [], schema(operation).names
     for folder in folders:
-        table = read_shards(folder, operation, schema(operation).names, anchors=anchors)
+        table = read_shards(folder, operation, names, anchors=anchors, unnamed=unnamed)
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({ANCHORS if anchors else _SHARDS})")
         tables.append(table)
@@ -412,6 +436,6 @@ def _operation_in(folders: Sequence[Folder], anchors: bool) -> Operation:
     for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
         name = operation_in(shard)
         if name not in all_operations():
-            raise DataError(f"{shard} is of operation {name!r}, which no family computes")
+            raise unknown_operation(shard, name)
         return all_operations()[name]
     return CONVOLUTION

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
@@ -130,6 +130,7 @@ class Compiler:
         self.options = options
         self.inductor = options.inductor
         self.sites: list[fusing.Site] = []
+        self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = Memory()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -139,6 +140,12 @@ class Compiler:
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         self.inductor &= torch.backends.cudnn.enabled and not empty
+        # Up to PyTorch 2.9 Dynamo gives its backend another mode than that of fake inputs, which
+        # AOTAutograd refuses; only the former has an environment for the guards on shapes.
+        context: Any = torch._guards.TracingContext.get()
+        modes = [x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)]
+        former, context.fake_mode = context.fake_mode, (*modes, context.fake_mode)[0]
+        self._values = example_inputs
         compile = aot_autograd(
             fw_compiler=self.forward,
             bw_compiler=self.backward,
@@ -146,9 +153,12 @@ class Compiler:
             partition_fn=self.partition,
             keep_inference_input_mutations=True,
         )
-        # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
-        with torch._functorch.config.patch(donated_buffer=False):
-            compiled = compile(gm, example_inputs)
+        try:
+            # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
+            with torch._functorch.config.patch(donated_buffer=False):
+                compiled = compile(gm, example_inputs)
+        finally:
+            self._values, context.fake_mode = (), former
         if not torch.backends.cudnn.enabled:
             # PyTorch remembers strides of fake results, and not that cuDNN was off.
             FakeTensorMode.cache_clear()
@@ -165,7 +175,8 @@ class Compiler:
         steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
-            steps += [passes.to_channels_last, partial(self._replace, fusing.fuse, choose)]
+            fuse = partial(fusing.fuse, inputs=self._values)
+            steps += [passes.to_channels_last, partial(self._replace, fuse, choose)]
         passes.attempt(gm, steps)
         if self.inductor:
             gm = self._decomposed(gm, inputs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
 from confpred.cuda.epilogue import left_to_pytorch
@@ -241,8 +242,6 @@ def capture(
     dtype: torch.dtype | None = None,
 ) -> Recorder:  # fmt: skip
     """Capture `model` on fake tensors, and rewrite its graphs for `device`; see `explain`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -275,9 +274,18 @@ def capture(
                 heads = [t for t in leaves if t.requires_grad]
                 torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
     except Exception as error:  # whatever a forward may raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfpredError(f"{type(model).__name__} cannot be captured: {why}") from error
+        name = type(model).__name__
+        raise ConfpredError(f"{name} cannot be captured: {_reason(error)}") from error
     return recorder
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error that Dynamo, or its backend, has wrapped; its type where
+    it has no text."""
+    while inner := getattr(error, "inner_exception", None) or error.__cause__:
+        error = inner
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")]) or type(error).__name__
 
 
 def _row(group: Sequence[Site], device: Device) -> Row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,6 +76,22 @@ def fold(
         out[2 * i + 1].copy_(shift if beta is None else shift + beta.float())
         out[2 * i].copy_(scale if filter is None else filter.float() * scale.view(-1, 1, 1, 1))
     return out
+
+
+def loses_precision(gamma: Tensor | None, variance: Tensor, filter: Tensor, eps: float) -> bool:
+    """Return whether float16 cannot hold the filter (K, C / groups, R, S) times the scale.
+
+    Elements below 2**-14 are rounded to multiples of 2**-24, so a channel whose root mean square is
+    below 2**-13 loses more than 2**-13 of itself. A channel counts by the spread of its normalised
+    outputs: one that is dead may lose all. Elements above 65504 become infinite.
+    """
+    scale = torch.rsqrt(variance.float() + eps).abs()
+    scale = scale if gamma is None else scale * gamma.float().abs()
+    size, dims = filter[0].numel(), tuple(range(1, filter.dim()))
+    norm = partial(torch.linalg.vector_norm, filter, dim=dims, dtype=torch.float32)
+    rms, spread = scale * norm() / size**0.5, scale * variance.float().sqrt()
+    lossy = (rms > 0) & (spread > 2.0**13 * rms * spread.max())
+    return bool((lossy | (scale * norm(ord=torch.inf) > 65504)).any())
 
 
 def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tensor]:

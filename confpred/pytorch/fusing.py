@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
@@ -31,6 +32,8 @@ from confpred.pytorch.passes import put_in_place, val_of
 aten = torch.ops.aten
 confpred = torch.ops.confpred
 _NORM = aten._native_batch_norm_legit_no_training.default
+_UNFOLDED = "folded filter beyond float16"
+_PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _ACTIVATIONS: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.silu.default: "silu",
@@ -89,11 +92,19 @@ class _Chain:
         return None if self.sum is None else self.sum[0].args[self.sum[1]]
 
 
-def fuse(graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY) -> list[Site]:
+def fuse(
+    graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY, inputs: Sequence[Any] = ()
+) -> list[Site]:
     """Rewrite a graph of inference in place, and return its convolutions and norms in order;
-    `wishes` are those of `choose`, for tensors of other sizes."""
+    `wishes` are those of `choose`, for tensors of other sizes; `inputs` are the graph's, or none
+    where their values are not known."""
     chains = _chains(graph)
     sites = [_site_of(chain) for chain in chains]
+    places = graph.find_nodes(op="placeholder")
+    values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
+    for chain, site in zip(chains, sites, strict=True):
+        if _loses_precision(chain, values):
+            site.problem, site.why = None, _UNFOLDED
     _choose(sites, choose)
     for chain, site in zip(chains, sites, strict=True):
         _replace(chain, site, wishes)
@@ -208,11 +219,29 @@ def _is_one_of_pytorchs(chain: _Chain, problem: Problem | None) -> bool:
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
 
 
+def _loses_precision(chain: _Chain, values: Mapping[Any, Any]) -> bool:
+    """Return whether the folded filter of `chain` is one that float16 cannot hold."""
+    if chain.norm is None or chain.convolution is None:
+        return False
+    arguments: Any = chain.norm.args
+    nodes = (arguments[1], arguments[4], _uncast(chain.convolution.args[1]))
+    tensors: Any = [values.get(node) for node in nodes]
+    for node, t in zip(nodes, tensors, strict=True):
+        if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
+            return False  # computed in the graph, or without values
+    if val_of(chain.last).dtype is not torch.float16:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        gamma, variance, filters = tensors
+        return folding.loses_precision(gamma, variance, filters, arguments[6])
+
+
 def _replace(chain: _Chain, site: Site, wishes: Wishes) -> None:
     """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
     node, norm, last, out = chain.convolution, chain.norm, chain.last, val_of(chain.last)
     # One operator takes a folded filter; PyTorch's convolution and a pass over its output do not.
-    is_one = site.is_ours or _is_one_of_pytorchs(chain, site.problem)
+    is_folded = site.why != _UNFOLDED
+    is_one = site.is_ours or (is_folded and _is_one_of_pytorchs(chain, site.problem))
     if not is_one:
         if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
             return

@@ -23,6 +23,7 @@ from confpred.data.parquet import (
     problem_columns,
     read,
     read_checked,
+    unknown_operation,
 )
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.protocol import PYTORCH, Rows
@@ -207,7 +208,7 @@ def operation_of_file(path: Path) -> Operation:
     """
     name = operation_in(path)
     if name not in all_operations():
-        raise DataError(f"{path} is of operation {name!r}, which no family computes")
+        raise unknown_operation(path, name)
     return all_operations()[name]
 
 

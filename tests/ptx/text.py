@@ -7,15 +7,9 @@ from dataclasses import dataclass
 
 #: Bytes of PTX's fundamental types.
 SIZES = {
-    **{f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)},
-    "f16": 2,
-    "bf16": 2,
-    "f16x2": 4,
-    "bf16x2": 4,
-    "f32": 4,
-    "f64": 8,
-    "pred": 1,
-}
+    **{f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)}, "f16": 2,
+    "bf16": 2, "f16x2": 4, "bf16x2": 4, "f32": 4, "f64": 8, "pred": 1,
+}  # fmt: skip
 
 
 class PtxError(Exception):

@@ -130,23 +130,10 @@ def test_it_is_python_m_confpred_too() -> None:
     assert one.stderr.startswith("confpred: device='h9' is not allowed")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "predict",
-        "train",
-        "evaluate",
-        "devices",
-        "explain",
-        "report",
-        "retrain",
-        "drift",
-        "plan",
-        "plan export",
-        "plan show",
-        "plan check",
-    ],
-)
+@pytest.mark.parametrize("command", [
+    "predict", "train", "evaluate", "devices", "explain", "report", "retrain", "drift", "plan",
+    "plan export", "plan show", "plan check",
+])  # fmt: skip
 def test_help_teaches_by_example(command):
     done = CliRunner().invoke(cli, [*command.split(), "--help"])
     assert done.exit_code == 0

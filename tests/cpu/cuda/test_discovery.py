@@ -17,18 +17,10 @@ from confpred.problem.device import KNOWN, Device, get_device
 
 #: The driver's words on a laptop's GPU, which is in no table.
 LAPTOP = Facts(
-    name="NVIDIA GeForce RTX 4090 Laptop GPU",
-    driver="580.1",
-    capability=(8, 9),
-    sm_count=76,
-    l2_bytes=67_108_864,
-    smem_per_sm=102_400,
-    smem_per_block=101_376,
-    warps_per_sm=48,
-    blocks_per_sm=24,
-    regs_per_sm=65_536,
-    smem_reserved_per_block=1_024,
-)
+    name="NVIDIA GeForce RTX 4090 Laptop GPU", driver="580.1", capability=(8, 9), sm_count=76,
+    l2_bytes=67_108_864, smem_per_sm=102_400, smem_per_block=101_376, warps_per_sm=48,
+    blocks_per_sm=24, regs_per_sm=65_536, smem_reserved_per_block=1_024,
+)  # fmt: skip
 RATES = Rates(dram_bytes_per_s=0.5e12, tensor_flops=80e12, simt_flops=40e12)
 
 
@@ -61,19 +53,10 @@ def test_any_other_is_measured_once_a_driver_and_found_by_its_key() -> None:
     gpu = Gpu()
     device = device_with(LAPTOP, gpu)
     assert device == Device(
-        key="rtx-4090-laptop-gpu",
-        product=LAPTOP.name,
-        arch="sm_89",
-        sm_count=76,
-        l2_bytes=67_108_864,
-        smem_per_sm=102_400,
-        smem_per_block=101_376,
-        dram_bytes_per_s=0.5e12,
-        tensor_flops=80e12,
-        simt_flops=40e12,
-        warps_per_sm=48,
-        blocks_per_sm=24,
-    )
+        key="rtx-4090-laptop-gpu", product=LAPTOP.name, arch="sm_89", sm_count=76,
+        l2_bytes=67_108_864, smem_per_sm=102_400, smem_per_block=101_376, dram_bytes_per_s=0.5e12,
+        tensor_flops=80e12, simt_flops=40e12, warps_per_sm=48, blocks_per_sm=24,
+    )  # fmt: skip
     assert device_with(LAPTOP, gpu) == get_device("rtx-4090-laptop-gpu") == device
     assert gpu.asked == ["sm_89"]
     gpu.rates = replace(RATES, dram_bytes_per_s=0.6e12)

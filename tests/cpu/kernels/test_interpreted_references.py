@@ -30,22 +30,12 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
             "residual": rng.random() < 0.5,
         }
     return Problem(
-        direction=direction,
-        n=rng.randint(1, 3),
-        c=groups * rng.randint(1, 40 // groups),
-        h=rng.randint(5, 9),
-        w=rng.randint(5, 9),
-        k=groups * rng.randint(1, 80 // groups),
-        r=r,
-        s=s,
-        stride=(rng.randint(1, 2), rng.randint(1, 3)),
-        padding=(rng.randint(0, r), rng.randint(0, s)),
-        dilation=dilation,
-        groups=groups,
-        dtype=rng.choice(DTYPES),
-        bias=direction != "dgrad" and rng.random() < 0.5,
-        **extras,
-    )
+        direction=direction, n=rng.randint(1, 3), c=groups * rng.randint(1, 40 // groups),
+        h=rng.randint(5, 9), w=rng.randint(5, 9), k=groups * rng.randint(1, 80 // groups), r=r,
+        s=s, stride=(rng.randint(1, 2), rng.randint(1, 3)),
+        padding=(rng.randint(0, r), rng.randint(0, s)), dilation=dilation, groups=groups,
+        dtype=rng.choice(DTYPES), bias=direction != "dgrad" and rng.random() < 0.5, **extras,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", slow_but((0, 1), range(5), "the interpreter takes its time"))

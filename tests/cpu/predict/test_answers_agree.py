@@ -78,19 +78,11 @@ def test_the_three_ways_agree_to_the_bit(repository, predictor, url, device, top
     [
         *(("n", value) for value in (0, -1, 65_537, "nan", "many", 1.5)),
         *(("padding", value) for value in (-1, 65, "1x", [1, 2, 3])),
-        ("c", 65),
-        ("groups", 0),
-        ("h", 0),
-        ("w", 70_000),
-        ("dtype", "float64"),
-        ("direction", "backward"),
-        ("deterministic", True),
-        ("residual", "perhaps"),
-        ("activation", "tanh"),
-        ("bias", "perhaps"),
-        ("channels", 64),
+        ("c", 65), ("groups", 0), ("h", 0), ("w", 70_000), ("dtype", "float64"),
+        ("direction", "backward"), ("deterministic", True), ("residual", "perhaps"),
+        ("activation", "tanh"), ("bias", "perhaps"), ("channels", 64),
     ],
-)
+)  # fmt: skip
 def test_the_three_ways_refuse_alike(predictor, url, field, value):
     fields = Problem.parse(GOOD).to_json() | {field: value}
     with pytest.raises(InvalidInput) as caught:

@@ -100,20 +100,10 @@ def test_found_by_key_and_by_the_drivers_name(name: str, key: str) -> None:
     assert get_device(device) is device
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "h1000",
-        "NVIDIA H20",
-        "../h100",
-        "NVIDIA H100 80GB",
-        "NVIDIA A100",
-        "NVIDIA H100-80C",
-        None,
-        100,
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "", "h1000", "NVIDIA H20", "../h100", "NVIDIA H100 80GB", "NVIDIA A100", "NVIDIA H100-80C",
+    None, 100,
+])  # fmt: skip
 def test_an_unknown_device_is_named_with_those_known(name: object) -> None:
     with pytest.raises(UnknownDevice) as caught:
         get_device(name)  # type: ignore[arg-type]

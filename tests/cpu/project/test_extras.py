@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from importlib.metadata import metadata
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
+import torch_versions
+from torch_versions import uv
+
+from benchmarks import tables
 
 EXTRAS = metadata("confpred").get_all("Provides-Extra") or []
 _METADATA = """Metadata-Version: 2.1
@@ -107,3 +112,39 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
         for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\(|needing\()"(\w+)"', text)
     }
     assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)
+
+
+@pytest.mark.slow(reason="the package index is asked for metadata of many packages")
+@pytest.mark.parametrize("python", ["3.10", "3.13"])
+def test_the_newest_pytorch_comes_with_one_cuda(tmp_path: Path, python: str) -> None:
+    """By the resolver alone: it reads metadata, and no wheel is downloaded."""
+
+    def resolved(*words: str | Path) -> dict[str, str]:
+        where = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+        done = uv("pip", "compile", "--no-annotate", "--no-header", *where, *words)
+        assert done.returncode == 0, done.stderr
+        return dict(line.split("==") for line in done.stdout.splitlines())
+
+    (tmp_path / "alone.in").write_text("torch")
+    alone = resolved(tmp_path / "alone.in")
+    packages = resolved("--extra", "gpu", "pyproject.toml")
+    assert packages["torch"] == alone["torch"]
+    core = ("nvidia-cuda-nvrtc", "cuda-bindings", "cuda-toolkit")
+    (cuda,) = {packages[name].partition(".")[0] for name in core}
+    ends = {match[1] for name in packages if (match := re.search(r"-cu(\d+)$", name))}
+    assert ends == {cuda}
+
+
+def test_what_passes_with_a_pytorch_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\ndef test_a(): ...\ndef test_b(): assert 0\ndef test_c(): pytest.skip('c')\n"
+        "@pytest.fixture\ndef broken(): assert 0\ndef test_d(broken): pass\n"
+    )
+    assert torch_versions.main(["--here", "--out", str(tmp_path), str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert path.stem.removesuffix("-gpu") == version("torch").partition("+")[0]
+    assert [record[name] for name in ("passed", "failed", "skipped")] == [1, 2, 1]
+    assert record["failed_tests"] == ["test_some::test_b", "test_some::test_d"]
+    row = f"| {record['torch']} | {record['device']} | {record['python']} | 1 | 2 |"
+    assert row in tables.TABLES["torch"][1](record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,48 @@ def test_a_fold_is_exact_to_rounding() -> None:
     scale = p["gamma"].double() / (p["variance"].double() + 1e-5).sqrt()
     exact = p["filter"].double() * scale[:, None, None, None]
     assert ((weight.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-9).all()
+
+
+class Normed(torch.nn.Module):
+    """Convolution and norm, whose input is as large as its statistics say."""
+
+    def __init__(self, variance: float, **changed: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = torch.nn.Conv2d(16, 16, 3, padding=1, bias=False).half()
+        self.norm = torch.nn.BatchNorm2d(16)
+        self.to(memory_format=LAST).eval().requires_grad_(False)
+        self.x = (torch.randn(4, 16, 6, 5) * variance**0.5 / 4).half().to(memory_format=LAST)
+        self.norm.running_var.fill_(variance)
+        for name, value in changed.items():  # of the first channel
+            (self.conv.weight if name == "filter" else getattr(self.norm, name))[0] = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize(
+    ("network", "is_folded"), [
+        (Normed(1.0), True), (Normed(1e4), True), (Normed(1e6), False), (Normed(1e8), False),
+        (Normed(1.0, running_var=1e8), False),
+        (Normed(1e-12, running_var=0.0, weight=1e7), False),  # beyond 65504
+        (Normed(1e4, weight=0.0), True), (Normed(1e4, weight=1e-9), True),
+        (Normed(1e4, filter=0.0), True), (Normed(1e4, running_var=0.0, filter=1e-7), True),
+    ],
+)  # fmt: skip
+def test_what_float16_cannot_hold_is_not_folded(captured, network, is_folded, inductor) -> None:
+    """Filters of small elements are rounded more coarsely; those of a channel that contributes
+    next to nothing may be."""
+    x, options = network.x, {"inductor": inductor}
+    exact = copy.deepcopy(network).double()(x.double())
+    with torch.no_grad():
+        eager = network(x)
+        result = torch.compile(network, backend="confpred", options=options)(x)
+    (call,) = captured.of("inference").calls("confpred.conv2d.default")
+    assert (call.args[2] is None) is is_folded
+    far, eagerly_far = ((y.double() - exact).norm() for y in (result, eager))
+    assert far <= 1.2 * eagerly_far
 
 
 def test_calls_are_written_and_read() -> None:

@@ -6,15 +6,20 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sampler_rows import ROW, fill
 from sampler_run import confpred
 
 from confpred.cli.sample import parse_duration, parse_part, sample
+from confpred.data.parquet import read, schema
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import families_of
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.sampler.progress import duration, state, summary
 from confpred.sampler.run import Settings, Tally
+from confpred.training.dataset import data_files
 
 
 def test_every_option_is_explained() -> None:
@@ -100,6 +105,32 @@ def test_merge(tmp_path):
     done = confpred("merge", tmp_path / "b", tmp_path / "other.parquet")
     assert done.returncode == 2
     assert "'FOLDER...': Directory" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["all.parquet", "parts"])
+def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, target):
+    """As pandas and polars write a file; DuckDB keeps the strings, and drops the metadata, too."""
+    shards, out = tmp_path / "a", tmp_path / target
+    fill(shards, [ROW])
+    (shard,) = shards.glob("rows-*.parquet")
+    table = pq.read_table(shard)
+    large = [pa.large_string() if kind == pa.string() else kind for kind in table.schema.types]
+    named = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
+    pq.write_table(table.cast(named), shard)
+    done = confpred("merge", shards, out)
+    assert done.returncode == 1
+    assert f"{shard} lacks the metadata 'operation'" in done.stderr
+    assert "confpred merge --operation conv2d" in done.stderr
+    done = confpred("merge", "--operation", "conv", shards, out)
+    assert (done.returncode, "conv2d" in done.stderr) == (2, True)
+    assert "is not a whole file" in confpred("merge", "--operation=batch_norm", shards, out).stderr
+    assert not out.exists()
+    assert confpred("merge", "--operation", "conv2d", shards, out).returncode == 0
+    (file,) = data_files([out])
+    assert read(file, CONVOLUTION).equals(table.cast(schema(CONVOLUTION)))
+    fill(tmp_path / "c", [ROW])
+    foreign = confpred("merge", "--operation", "batch_norm", tmp_path / "c", tmp_path / "d")
+    assert "holds measurements of 'conv2d', not of 'batch_norm'" in foreign.stderr
 
 
 def test_durations():
