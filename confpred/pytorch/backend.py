@@ -194,7 +194,7 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
-        steps: list[Step] = [passes.views_of_any_layout]
+        steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
         choose = self.chooser(joint.graph)
         if choose is not None:
             steps += [passes.to_channels_last, partial(self._replace, fusing.serve, choose)]

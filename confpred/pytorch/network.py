@@ -170,7 +170,8 @@ def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 def _is_traced() -> bool:
     """Return whether forward mode is on, or another tracer than Dynamo sees the model's calls."""
     return (
-        forward_ad._current_level >= 0
+        torch.compiler.is_exporting()
+        or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
         or proxy_tensor.get_proxy_mode() is not None
     )

@@ -230,6 +230,30 @@ def _copy(
     return new
 
 
+def gradients_of_silu(graph: fx.Graph) -> None:
+    """Let one operator compute the gradient of SiLU, which up to PyTorch 2.9 is in a graph as
+    ``grad * (s * (x * (1 - s) + 1))`` with ``s = sigmoid(x)``."""
+
+    def users(node: fx.Node, target: Any, *arguments: Any) -> list[fx.Node]:
+        places = [(i, a) for i, a in enumerate(arguments) if a is not None]
+        found = (u for u in node.users if u.target is target)
+        return [u for u in found if all(u.args[i] is a or u.args[i] == a for i, a in places)]
+
+    for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
+        x = sigmoid.args[0]
+        last = [
+            gradient
+            for rest in users(sigmoid, aten.sub.Tensor, None, sigmoid)
+            if getattr(rest.args[0], "target", None) is aten.fill.Scalar
+            for product in users(rest, aten.mul.Tensor, x, rest)
+            for total in users(product, aten.add.Scalar, product, 1)
+            for scaled in users(total, aten.mul.Tensor, sigmoid, total)
+            for gradient in users(scaled, aten.mul.Tensor, None, scaled)
+        ]
+        for gradient in last:
+            put_in_place(gradient, aten.silu_backward.default, (gradient.args[0], x))
+
+
 def drop_copies(graph: fx.Graph) -> None:
     """Drop copies that serve nothing, such as those of dropout in inference.
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from typing import Any
+
 import pytest
 import torch
 from network_blocks import BLOCKS, image, images, made
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from confpred.errors import InvalidInput
+import confpred
+from confpred.errors import ConfpredError, InvalidInput
 from confpred.problem.limits import Limits
 from confpred.pytorch import backend
 from confpred.pytorch.backend import Options, ordinal_of
@@ -94,3 +99,65 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
         torch.compile(model, backend="confpred", options=told)(image())
     assert seen
     assert all(seen)
+
+
+#: Passes that rewrite graphs: the module, the function and whether only Inductor's way has it.
+PASSES = [
+    ("passes", "to_channels_last", False), ("passes", "views_of_any_layout", False),
+    ("passes", "drop_copies", False), ("fusing", "fuse", False), ("fusing", "serve", False),
+    ("norms", "serve", False), ("passes", "batch_norms_as_eager", False),
+    ("passes", "convert_together", False), ("passes", "update_in_place", False),
+    ("inductor", "decomposed", True), ("inductor", "compiled", True),
+]  # fmt: skip
+
+
+@pytest.mark.passes_fail
+@pytest.mark.parametrize(("module", "name", "needs_inductor"), PASSES)
+def test_a_pass_that_fails_fails_no_program(
+    captured, caplog, monkeypatch, module, name, needs_inductor
+) -> None:
+    """It has damaged the graph before; the graph runs as PyTorch made it, and is named once."""
+
+    def damage(*given: Any, **named: Any) -> None:
+        for graph in (x for x in given if isinstance(x, torch.fx.Graph)):
+            node = next(n for n in graph.nodes if n.op == "call_function")
+            graph.inserting_before(node)
+            node.replace_all_uses_with(graph.find_nodes(op="placeholder")[0])
+        raise ValueError("a fault\nof two lines")
+
+    monkeypatch.setattr(getattr(backend, module), name, damage)
+    model = made(BLOCKS["inverted residual"]()).train()
+    for part in model.modules():
+        if type(part).__name__ == "DropPath":
+            part.eval()
+    plain, found = copy.deepcopy(model), []
+    ours = torch.compile(model, backend="confpred", options={"inductor": needs_inductor})
+    for call in (ours, plain):
+        out = call(images())
+        out.square().mean().backward()
+        with torch.no_grad():
+            again = call(images() + 1)
+        net = plain if call is plain else model
+        found.append([out.detach(), again, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(*found)
+    said = [r.getMessage() for r in caplog.records if "a fault" in r.getMessage()]
+    assert said
+    assert all("failed: ValueError: a fault" in text for text in said)
+    assert len(said) == len(set(said))
+
+
+@pytest.mark.passes_fail
+def test_a_network_that_cannot_be_captured_runs_as_it_is(captured, caplog, monkeypatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no such graph")
+
+    monkeypatch.setattr(backend.passes, "refuse_mixed_dtypes", refuse)
+    model = made(BLOCKS["functional"]()).eval()
+    plain = copy.deepcopy(model)
+    optimized = confpred.optimize(model)
+    for _ in range(2):
+        torch.testing.assert_close(optimized(images()), plain(images()))
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "runs as it is, as its capture failed: ValueError: no such graph" in said
+    with pytest.raises(ConfpredError, match="no such graph"):
+        confpred.optimize(plain, images())

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from network_blocks import BACKWARD, BLOCKS, CONV, FOLD, LAST, PLAIN, Around, images, made
 from torch import Tensor, nn
 
+from confpred.problem.norm import BatchNorm
+from confpred.problem.record import Record
 from confpred.pytorch import passes
 from confpred.pytorch.backend import confpred as backend
 
