@@ -7,10 +7,9 @@ second call and replayed from the third on. A replay writes to the same memory a
     results       those that the caller sees are copied out
     saved tensors stay in the graph's memory, for the backward pass
 
-So a pass is replayed only while no saved tensor of an earlier call is alive, which weak references
-to their storages tell, and a backward pass only for the forward pass that was replayed last. Every
-other call runs without a graph and computes the same. A pass that cannot be recorded is never tried
-again.
+So a pass is replayed only while nobody holds a saved tensor of an earlier call, as counts of
+references tell, and a backward pass only for the forward pass that was replayed last. Other calls,
+and passes that cannot be recorded, run without a graph and compute the same.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import copy
 import gc
 import logging
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 from confpred.problem.precision import convolutions_allow_tf32
@@ -53,7 +52,6 @@ class Memory:
         pool: PyTorch's handle of it; None before the first recording.
         graphs: those that are recorded in it and alive.
         forward: the recording of the forward pass that was replayed last.
-        saved: the tensors that this pass saved for its backward pass.
         stream: the stream of the last replay.
         lock: held while a pass is recorded, or its replay enqueued.
     """
@@ -61,7 +59,6 @@ class Memory:
     pool: Any = None
     graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
     forward: Recording | None = None
-    saved: list[StorageWeakRef] = field(default_factory=list)
     stream: torch.cuda.Stream | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -73,9 +70,33 @@ class Memory:
         return self.pool
 
     def is_waited_for(self) -> bool:
-        """Return whether a tensor is alive that the last forward pass saved."""
-        self.saved = [reference for reference in self.saved if not reference.expired()]
-        return bool(self.saved)
+        """Return whether somebody holds a tensor that the last forward pass saved."""
+        return self.forward is not None and self.forward.saved.are_held()
+
+
+class SavedTensors:
+    """Tensors in the memory of `results` that each replay of a forward pass hands out again.
+
+    They are held by whoever has one of them, its data in C++, or another tensor in its storage.
+    """
+
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        self._tensors = _twins(results)
+        self._storages = [x.untyped_storage() for x in self._tensors]
+        self._counts_of_none = self._counts()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def _counts(self) -> list[list[int]]:
+        objects = map(sys.getrefcount, (*self._tensors, *self._storages))
+        tensors = [x._use_count() for x in self._tensors]  # type: ignore[attr-defined]
+        storages = [torch._C._storage_Use_Count(x._cdata) for x in self._storages]
+        return [list(objects), tensors, storages]
+
+    def are_held(self) -> bool:
+        """Return whether anybody but this object holds one of them."""
+        return self._counts() != self._counts_of_none
 
 
 @cache
@@ -83,57 +104,6 @@ def memory_of_inference(device: int) -> Memory:
     """Return the memory that all inference passes of a CUDA device share: nothing in it outlives a
     replay."""
     return Memory()
-
-
-@dataclass(slots=True)
-class _Result:
-    """Where a recorded result lies.
-
-    Attributes:
-        value: the result itself, where it is no tensor.
-        facts: size, stride, storage offset and dtype; None where it is no tensor.
-        place: the static input whose memory it is in; None for the graph's memory.
-        storage: its storage in the graph's memory: address and bytes.
-    """
-
-    value: Any = None
-    facts: dict[str, Any] | None = None
-    place: int | None = None
-    storage: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(cls, value: Any, places: dict[int, int]) -> _Result:
-        """Describe a result; `places` are static inputs by the address of their storage."""
-        if not isinstance(value, Tensor):
-            return cls(value)
-        if value.is_neg() or value.is_conj():
-            raise ValueError("a result is a negative or conjugate view")
-        facts = {
-            "size": value.shape, "stride": value.stride(), "dtype": value.dtype,
-            "storage_offset": value.storage_offset(),
-        }  # fmt: skip
-        memory = value.untyped_storage()
-        address = memory.data_ptr()
-        return cls(None, facts, places.get(address), (address, memory.nbytes()))
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether it fills its storage, as a tensor does that nothing else is a view of."""
-        facts: Any = self.facts
-        return bool(facts["size"].numel() * facts["dtype"].itemsize == self.storage[1])
-
-    def within(self, storage: Any) -> Tensor:
-        """Return this result in `storage`."""
-        make: Any = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
-        found: Tensor = make(self.facts, storage)
-        return found
-
-    def of_input(self, x: Tensor) -> Tensor:
-        """Return this result as what it is, a static input or a view of one."""
-        facts: Any = self.facts
-        geometry = facts["size"], facts["stride"], facts["storage_offset"]
-        same = (x.shape, x.stride(), x.storage_offset()) == geometry
-        return x if same else x.detach().as_strided(*geometry)
 
 
 @dataclass(slots=True)
@@ -146,11 +116,12 @@ class Recording:
         why: why there is no graph; None where there is one.
         buffers: where inputs are copied to, by place.
         addresses: of the inputs that are read where they are, by place.
-        from_forward: places of the inputs that the forward pass left in the graph's memory.
-        results: of the pass.
+        from_forward: ids of the inputs that the forward pass left in the graph's memory, by place.
+        results: those of the pass that are no tensors, and None for the others.
+        of_inputs: results in the memory of a static input: its place, and the result's geometry.
         sources: visible results that are copied alone, by place.
-        shared: storages that several visible results are in, with their places.
-        saved: places of the results that stay in the graph's memory for the backward pass.
+        shared: storages that several visible results are in, with these results by place.
+        saved: results that stay in the graph's memory, with their `saved_places`.
         held: storages of these results by address, which keep other recordings away from them
             until the backward pass is recorded.
         backward: the recording of the backward pass.
@@ -162,11 +133,13 @@ class Recording:
     why: str | None = None
     buffers: dict[int, Tensor] = field(default_factory=dict)
     addresses: dict[int, int] = field(default_factory=dict)
-    from_forward: set[int] = field(default_factory=set)
-    results: list[_Result] = field(default_factory=list)
+    from_forward: dict[int, int] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+    of_inputs: dict[int, tuple[int, Any]] = field(default_factory=dict)
     sources: dict[int, Tensor] = field(default_factory=dict)
-    shared: list[tuple[Any, list[int]]] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
+    shared: list[tuple[Any, dict[int, Tensor]]] = field(default_factory=list)
+    saved: SavedTensors = field(default_factory=lambda: SavedTensors(()))
+    saved_places: list[int] = field(default_factory=list)
     held: dict[int, Any] = field(default_factory=dict)
     backward: Recording | None = None
     is_stale: bool = False
@@ -182,44 +155,31 @@ class Recording:
         if memory.stream is not None and memory.stream != stream:
             stream.wait_stream(memory.stream)
         memory.stream = stream
-        static = {i: inputs[r.place] for i, r in enumerate(self.results) if r.place is not None}
-        if self.buffers:
-            with torch.no_grad():
+        results = list(self.results)
+        with torch.no_grad():
+            for place, (static, geometry) in self.of_inputs.items():
+                x = inputs[static]
+                same = (x.shape, x.stride(), x.storage_offset()) == geometry
+                results[place] = x if same else x.as_strided(*geometry)
+            if self.buffers:
                 given = [inputs[i] for i in self.buffers]
                 torch._foreach_copy_(list(self.buffers.values()), given)
                 del given
-        inputs.clear()
-        self.graph.replay()
-        results = [result.value for result in self.results]
-        with torch.no_grad():
-            copies = [torch.empty_like(source) for source in self.sources.values()]
-            if copies:
-                torch._foreach_copy_(copies, list(self.sources.values()))
-            for place, made in zip(self.sources, copies, strict=True):
-                results[place] = made
-            for storage, places in self.shared:
+            inputs.clear()
+            self.graph.replay()
+            if self.sources:
+                sources = list(self.sources.values())
+                copies = [torch.empty_like(source) for source in sources]
+                torch._foreach_copy_(copies, sources)
+                for place, copied in zip(self.sources, copies, strict=True):
+                    results[place] = copied
+            for storage, views in self.shared:
                 whole = storage.clone()
-                for place in places:
-                    results[place] = self.results[place].within(whole)
-            for place, x in static.items():
-                results[place] = self.results[place].of_input(x)
-        fresh: dict[int, Any] = {}
-        for place in self.saved:
-            address, size = self.results[place].storage
-            if address not in fresh:
-                fresh[address] = _storage(address, size, device)
-            results[place] = self.results[place].within(fresh[address])
-        if self.saved:
-            memory.saved = [StorageWeakRef(storage) for storage in fresh.values()]
+                for place, view in views.items():
+                    results[place] = _within(whole, view)
+        for place, x in zip(self.saved_places, self.saved, strict=True):
+            results[place] = x
         return results
-
-
-def _storage(address: int, size: int, device: int) -> Any:
-    """Return a storage of so many bytes of a CUDA device, which does not own them."""
-    cuda = torch.device("cuda", device)
-    if not size:
-        return torch.UntypedStorage(0, device=cuda)
-    return torch._C._construct_storage_from_data_pointer(address, cuda, size)
 
 
 def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
@@ -252,16 +212,11 @@ def why_not(gm: fx.GraphModule) -> str | None:
     plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in plain.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            if not is_triton(node):
+            if "triton_kernel_wrapper" not in str(node.target):
                 return f"{node.target} may need the host"
             node.meta["val"] = None  # PyTorch's look at it up to 2.11 fails
     node = get_first_incompatible_cudagraph_node(plain)
     return None if node is None else f"{node.target} cannot be captured"
-
-
-def is_triton(node: fx.Node) -> bool:
-    """Return whether a node launches a Triton kernel."""
-    return "triton_kernel_wrapper" in str(node.target)
 
 
 class Graphed:
@@ -339,7 +294,7 @@ class Graphed:
     def _of_last_forward(self, inputs: list[Any], switches: Any) -> Recording | str:
         """Return the recording of the backward pass that belongs to the last forward pass."""
         forward = self._memory.forward
-        if forward is None or (forward.saved and not self._memory.is_waited_for()):
+        if forward is None:
             return "where its forward pass ran without"
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return "where saved tensors are retained, as a replay overwrites them"
@@ -347,15 +302,16 @@ class Graphed:
             return "under other switches than its forward pass"
         recording = forward.backward
         if recording is None:
-            if forward.held and not any(_address_of(x) in forward.held for x in inputs):
+            saved = set(map(id, forward.saved))
+            if saved and saved.isdisjoint(map(id, inputs)):
                 return "where its forward pass ran without"
             held, forward.held = forward.held, {}
             recording = forward.backward = self._record(inputs, switches, held)
         if recording.why is not None:
             return recording.why
-        moved = recording.moved(inputs)
-        if moved & recording.from_forward:
+        if any(id(inputs[i]) != known for i, known in recording.from_forward.items()):
             return "where its forward pass ran without"
+        moved = recording.moved(inputs)
         if moved:
             self._static -= moved
             forward.is_stale = True
@@ -379,51 +335,65 @@ class Graphed:
                         continue
                     if i not in self._static:
                         given[i] = _buffer_for(x)
-                        recording.buffers[i] = _again(given[i])
+                        recording.buffers[i] = _within(_again(given[i].untyped_storage()), given[i])
                         continue
-                    recording.addresses[i], address = x.data_ptr(), _address_of(x)
+                    address = x.untyped_storage().data_ptr()
                     if address in held:
-                        recording.from_forward.add(i)
+                        recording.from_forward[i] = id(x)
                         given[i] = _within(held[address], x)
-                    elif x.numel():
+                        continue
+                    recording.addresses[i] = x.data_ptr()
+                    if x.numel():
                         places[address] = i
                 held.clear()
-                self._describe(recording, list(self._plain(given)), places)
+                self._describe(recording, inputs, list(self._plain(given)), places)
         except Exception as error:
             first = str(error).strip().split("\n")[0]
             return Recording(None, switches, f"as it cannot be recorded: {first or type(error)}")
         self._memory.graphs.add(graph)
         return recording
 
-    def _describe(self, recording: Recording, results: list[Any], places: dict[int, int]) -> None:
-        """Enter where the results of a pass lie."""
-        owners: dict[int, list[int]] = {}
-        for i, result in enumerate(results):
-            recording.results.append(_Result.of(result, places))
-            if not isinstance(result, Tensor) or recording.results[i].place is not None:
+    def _describe(
+        self, recording: Recording, inputs: list[Any], results: list[Any], places: dict[int, int]
+    ) -> None:
+        """Enter where the results of a pass lie; `places` are those of static inputs by the address
+        of their storage."""
+        visible = len(results) if self._visible is None else self._visible
+        owners: dict[int, dict[int, Tensor]] = {}
+        recording.results = [None if isinstance(x, Tensor) else x for x in results]
+        for place, x in enumerate(results):
+            if not isinstance(x, Tensor):
                 continue
-            if self._visible is None or i < self._visible:
-                owners.setdefault(_address_of(result), []).append(i)
+            if x.is_neg() or x.is_conj():
+                raise ValueError("a result is a negative or conjugate view")
+            storage = x.untyped_storage()
+            address = storage.data_ptr()
+            if address in places:
+                if inputs[places[address]].dtype is not x.dtype:
+                    raise ValueError("a result is a view of another dtype")
+                geometry = x.shape, x.stride(), x.storage_offset()
+                recording.of_inputs[place] = places[address], geometry
+            elif place < visible:
+                owners.setdefault(address, {})[place] = x
             else:
-                recording.saved.append(i)
-                recording.held[_address_of(result)] = result.untyped_storage()
-        for shared in owners.values():
-            first = recording.results[shared[0]]
-            if len(shared) == 1 and first.is_dense:
-                recording.sources[shared[0]] = _again(results[shared[0]])
+                recording.saved_places.append(place)
+                if address:  # it is not empty
+                    recording.held[address] = storage
+        recording.saved = SavedTensors([results[place] for place in recording.saved_places])
+        for views in owners.values():
+            ((place, x), *others) = views.items()
+            again = _again(x.untyped_storage())
+            if not others and x.numel() * x.element_size() == again.nbytes():
+                recording.sources[place] = _within(again, x)
             else:
-                recording.shared.append((_storage(*first.storage, self._device), shared))
+                like = {i: _within(again, view) for i, view in views.items()}
+                recording.shared.append((again, like))
 
 
-def _address_of(x: Any) -> int:
-    """Return the address of the storage of a tensor; 0 for all else."""
-    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
-
-
-def _within(storage: Any, like: Tensor, device: torch.device | None = None) -> Tensor:
+def _within(storage: Any, like: Tensor) -> Tensor:
     """Return a tensor as `like` in `storage`, which any mode may write to."""
     with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=like.dtype, device=device or like.device)
+        empty = torch.empty(0, dtype=like.dtype, device=storage.device)
         return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
@@ -432,13 +402,27 @@ def _buffer_for(x: Tensor) -> Tensor:
     set to be deterministic: that would be recorded, and run behind the copy."""
     like = torch.empty_like(x, device="meta")
     storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
-    return _within(storage, like, x.device)
+    return _within(storage, like)
 
 
-def _again(x: Tensor) -> Tensor:
-    """Return a tensor in the memory of `x`, which does not own it."""
-    memory = x.untyped_storage()
-    return _within(_storage(memory.data_ptr(), memory.nbytes(), x.get_device()), x)
+def _twins(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in the memory of `tensors`, which do not own it, with as many storages."""
+    storages: dict[int, Any] = {}
+    twins = []
+    for x in tensors:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = _again(storage)
+        twins.append(_within(storages[storage.data_ptr()], x))
+    return twins
+
+
+def _again(storage: Any) -> Any:
+    """Return a storage in the memory of `storage`, which does not own it."""
+    if not storage.nbytes():
+        return torch.UntypedStorage(0, device=storage.device)
+    make = torch._C._construct_storage_from_data_pointer
+    return make(storage.data_ptr(), storage.device, storage.nbytes())
 
 
 def _is_of_main_thread(backward: bool) -> bool:

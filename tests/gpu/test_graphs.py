@@ -41,6 +41,9 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+waits.register_autograd(lambda ctx, grad: grad * 2)
+
+
 class Waits(nn.Module):
     def __init__(self, operator: Any = waits) -> None:
         super().__init__()

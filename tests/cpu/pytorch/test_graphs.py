@@ -1,0 +1,76 @@
+"""Who holds a saved tensor of a CUDA graph; the graphs themselves are tested on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from confpred.pytorch.graphs import SavedTensors
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0].sum(), None
+
+
+def recorded(saved: Tensor) -> Tensor:
+    return Saves.apply(torch.ones(2, requires_grad=True), saved)
+
+
+@pytest.mark.parametrize("hold", [
+    lambda x: x, lambda x: [x], lambda x: x.detach(), lambda x: x.view(6), lambda x: x[1:],
+    lambda x: x.untyped_storage(), recorded, lambda x: x.T.data, lambda x: (lambda: x),
+    lambda x: (recorded(x), recorded(x))[1],
+])  # fmt: skip
+def test_a_saved_tensor_that_is_held(hold: Callable[[Tensor], Any]) -> None:
+    base = torch.arange(6.0)
+    saved = SavedTensors([base.view(2, 3), torch.ones(4), base[2:]])
+    for index in range(3):
+        for _ in range(2):
+            assert not saved.are_held()
+            holder = hold(list(saved)[index]) if index < 1 else [list(saved)[index]]
+            assert saved.are_held()
+            del holder
+    assert not saved.are_held()
+
+
+def test_what_is_computed_from_them_holds_nothing() -> None:
+    saved = SavedTensors([torch.ones(2, 3)])
+    (x,) = saved
+    found = [x.clone(), x + 1, copy.deepcopy(x), x.sum()]
+    del x
+    assert not saved.are_held()
+    assert len(found) == 4
+
+
+def test_a_backward_pass_frees_them() -> None:
+    saved = SavedTensors([torch.ones(2, 3)])
+    out = recorded(next(iter(saved)))
+    assert saved.are_held()
+    out.sum().backward(retain_graph=True)
+    assert saved.are_held()
+    out.sum().backward()
+    assert not saved.are_held()
+
+
+def test_they_lie_in_the_memory_that_they_are_made_from() -> None:
+    base = torch.arange(6.0)
+    results = [base.view(2, 3), base[2:], torch.ones(0)]
+    first, second, empty = saved = list(SavedTensors(results))
+    base.mul_(2)
+    for mine, other in zip(saved, results, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.stride() == other.stride()
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert empty.numel() == 0
