@@ -159,7 +159,7 @@ def _kept_right(
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """Return what `modules` run, as far as no guard of Dynamo sees it."""
-    kinds = tuple(map(type, modules))
+    kinds: tuple[Any, ...] = tuple(map(type, modules))
     hooks = (
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
         module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
@@ -172,7 +172,7 @@ def _is_traced() -> bool:
     return (
         torch.compiler.is_exporting()
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None  # of torch.jit
         or proxy_tensor.get_proxy_mode() is not None
     )
 

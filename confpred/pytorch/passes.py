@@ -171,20 +171,20 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
 
 def _computed(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
     """Return the value of a node whose inputs have these values."""
-    if node.target is aten.as_strided.default and _is_moved(
-        val_of(node.args[0]), vals[node.args[0]]
-    ):
+    source: Any = node.args[0] if node.args else None
+    if node.target is aten.as_strided.default and _is_moved(val_of(source), vals[source]):
         raise _KeepsLayout(str(node.target))
-    given, named = fx.map_arg((node.args, node.kwargs), lambda n: vals[n])
-    given = list(given)
+    given: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
+    named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
+    run: Any = node.target
     with mode:
         if _is_channels_first(node):
             for place in (0, 1):
                 if not _is_last(given[place]):
                     given[place] = given[place].clone(memory_format=CHANNELS_LAST)
                     copies.append((node.args[place], CHANNELS_LAST, node))
-        val = node.target(*given, **named)
-        if node.target is aten.convolution_backward.default and _is_last(given[1]):
+        val = run(*given, **named)
+        if run is aten.convolution_backward.default and _is_last(given[1]):
             # Both gradients are channels last, too, which fake ones do not say.
             val = tuple(
                 g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
@@ -252,6 +252,7 @@ def gradients_of_silu(graph: fx.Graph) -> None:
         ]
         for gradient in last:
             put_in_place(gradient, aten.silu_backward.default, (gradient.args[0], x))
+            graph.eliminate_dead_code()  # other passes count the users of `x`
 
 
 def drop_copies(graph: fx.Graph) -> None:
