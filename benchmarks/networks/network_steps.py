@@ -116,8 +116,7 @@ def exact() -> AbstractContextManager[Any]:
 
 
 def leave_pool() -> None:
-    """Let the graphs that are recorded from now on have a pool of their own: in that of the way
-    before, nothing would be seen of what they need."""
+    """Give graphs that are recorded from now on a pool of their own, so that their need is seen."""
     from torch._inductor.cudagraph_trees import local
 
     from confpred.pytorch.graphs import memory_of_inference

@@ -28,7 +28,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, fusing, inductor, norms, passes, verify
+from confpred.pytorch import choosing, fusing, inductor, layouts, norms, passes, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
 from confpred.pytorch.loading import compile_ahead
@@ -176,7 +176,7 @@ class Compiler:
         choose = self.chooser(gm.graph)
         if choose is not None:
             fuse = partial(fusing.fuse, inputs=self._values)
-            steps += [passes.to_channels_last, partial(self._replace, fuse, choose)]
+            steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
         passes.attempt(gm, steps)
         if self.inductor:
             gm = self._decomposed(gm, inputs)
@@ -197,7 +197,7 @@ class Compiler:
         steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
         choose = self.chooser(joint.graph)
         if choose is not None:
-            steps += [passes.to_channels_last, partial(self._replace, fusing.serve, choose)]
+            steps += [layouts.to_channels_last, partial(self._replace, fusing.serve, choose)]
             if choosing.is_known(BATCH_NORM.name):
                 steps.append(partial(norms.serve, choose))
         passes.attempt(joint, steps)

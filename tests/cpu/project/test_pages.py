@@ -31,7 +31,7 @@ MARKS = {
     "pytorch": {"run: optimize", "run: enabled", "run: gpu"},
 }
 PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in MARKS}
-MOST_WORDS = 800  # of docs/pytorch.md
+MOST_WORDS = 900  # of docs/pytorch.md
 
 
 def blocks(page: str) -> dict[str, Block]:

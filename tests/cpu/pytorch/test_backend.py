@@ -103,7 +103,7 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 
 #: Passes that rewrite graphs: the module, the function and whether only Inductor's way has it.
 PASSES = [
-    ("passes", "to_channels_last", False), ("passes", "views_of_any_layout", False),
+    ("layouts", "to_channels_last", False), ("passes", "views_of_any_layout", False),
     ("passes", "drop_copies", False), ("fusing", "fuse", False), ("fusing", "serve", False),
     ("norms", "serve", False), ("passes", "batch_norms_as_eager", False),
     ("passes", "convert_together", False), ("passes", "update_in_place", False),

@@ -277,7 +277,9 @@ FAST = (
     "parameters_of_a_functional_call", "reverted_at_any_time", "states_loaded",
     "subclasses_of_tensors", "traced_by_jit", "weights_and_statistics_copied_to",
     "weights_written_through_data", "an_average_of_weights_swapped_in_and_out",
-    "an_optimizer_that_has_state_already", "an_optimizer_with_fused",
+    "an_optimizer_that_has_state_already", "an_optimizer_with_fused", "control_flow_operators",
+    "gradients_viewed_flat", "methods_of_a_class_replaced", "one_norm_for_several_tensors",
+    "one_value_a_channel", "operators_that_read_memory_in_order",
 )  # fmt: skip
 ON_THE_CPU = [name for name, found in HAZARDS.items() if not found.needs_gpu]
 

@@ -1,0 +1,154 @@
+"""The layout of a captured graph, decided once for all of it.
+
+Tensor cores, and confpred's kernels, read channels last. Where convolutions in half precision read
+images with their channels first, the first images are copied into channels last, and everything
+behind them follows by itself. Results keep their layout, and so does what is read in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.pytorch.library import HALF
+from confpred.pytorch.loading import CHANNELS_LAST
+from confpred.pytorch.passes import val_of
+
+log = logging.getLogger("confpred")
+aten = torch.ops.aten
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+#: Tags of operators that read memory in a certain order, and of those that draw random numbers.
+_ORDERED_TAGS = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.needs_fixed_stride_order,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+}  # fmt: skip
+
+
+def reads_memory_in_order(node: fx.Node) -> bool:
+    """Return whether the result of `node` may depend on the strides of its inputs: an operator of
+    the user's, a Triton kernel, control flow, random numbers, or an operator that says so."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target in _CONVOLUTIONS:
+        return False
+    is_known = target.namespace in ("aten", "prims", "confpred")
+    return not is_known or target is aten.view.dtype or not _ORDERED_TAGS.isdisjoint(target.tags)
+
+
+class _KeepsLayout(Exception):
+    """Why a graph cannot become channels last."""
+
+
+def to_channels_last(graph: fx.Graph) -> None:
+    """Bring the images of a graph, whose views are reshapes, into channels last in place, all or
+    nothing, if its convolutions want that.
+
+    Results, and what `reads_memory_in_order` gets, keep the strides that they had.
+    """
+    if not any(_is_channels_first(node) for node in graph.nodes):
+        return
+    try:
+        vals, copies = _propagated(graph)
+    except _KeepsLayout as reason:
+        log.debug("the graph keeps its layout: %s", reason)
+        return
+    made: dict[tuple[fx.Node, Any], fx.Node] = {}  # copies
+    for source, layout, reader in copies:
+        copied = made.get((source, layout))
+        if copied is None:
+            # At once behind it: a joint graph is cut where the last result of the forward pass is.
+            with graph.inserting_after(_last_of_inputs(source)):
+                copied = made[source, layout] = _copy(graph, source, vals[source], layout, reader)
+        reader.replace_input_with(source, copied)
+    for node, val in vals.items():
+        node.meta["val"] = val
+    graph.lint()
+
+
+def _is_channels_first(node: fx.Node) -> bool:
+    """Return whether `node` is a convolution of an image in half precision, channels first."""
+    if node.target is not aten.convolution.default or node.args[6]:
+        return False
+    val = val_of(node.args[0])
+    return _is_image(val) and val.dtype in HALF and not _is_last(val)
+
+
+def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
+    """Return the values of all nodes in the new layout, and the copies that it needs: the source,
+    the layout of its copy, and who reads that."""
+    vals: dict[fx.Node, Any] = {}
+    copies: list[tuple[fx.Node, Any, fx.Node]] = []
+    mode: Any = next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
+    for node in graph.nodes:
+        vals[node] = val_of(node)
+        if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
+            moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
+            copies += [(source, _layout_of(val_of(source)), node) for source in moved]
+        elif node.op == "call_function":
+            vals[node] = _computed(node, vals, copies, mode)
+    return vals, copies
+
+
+def _computed(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
+    """Return the value of a node whose inputs have these values."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is aten.as_strided.default and _is_moved(val_of(source), vals[source]):
+        raise _KeepsLayout(str(node.target))
+    given: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
+    named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
+    run: Any = node.target
+    with mode:
+        if _is_channels_first(node):
+            for place in (0, 1):
+                if not _is_last(given[place]):
+                    given[place] = given[place].clone(memory_format=CHANNELS_LAST)
+                    copies.append((node.args[place], CHANNELS_LAST, node))
+        val = run(*given, **named)
+        if run is aten.convolution_backward.default and _is_last(given[1]):
+            # Both gradients are channels last, too, which fake ones do not say.
+            val = tuple(
+                g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
+            )
+    return val
+
+
+def _is_image(val: Any) -> bool:
+    return isinstance(val, Tensor) and val.dim() == 4
+
+
+def _is_last(val: Any) -> bool:
+    return _is_image(val) and val.is_contiguous(memory_format=CHANNELS_LAST)
+
+
+def _layout_of(val: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor; raise `_KeepsLayout` where it has none."""
+    for layout in (torch.contiguous_format, CHANNELS_LAST):
+        if val.is_contiguous(memory_format=layout):
+            return layout
+    raise _KeepsLayout("strides that are neither channels last nor first")
+
+
+def _is_moved(before: Any, after: Any) -> bool:
+    return isinstance(before, Tensor) and before.stride() != after.stride()
+
+
+def _last_of_inputs(node: fx.Node) -> fx.Node:
+    """Return `node`, or the last input of its graph where it is one."""
+    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
+def _copy(
+    graph: fx.Graph, source: fx.Node, val: Any, layout: torch.memory_format, reader: fx.Node
+) -> fx.Node:
+    """Return a new node: `source` in `layout`, for `reader`."""
+    # Inductor may lay a clone out otherwise, and asks no control flow operator for its strides.
+    in_order = isinstance(reader.target, torch._ops.HigherOrderOperator)
+    clone = torch.ops.confpred.clone.default if in_order else aten.clone.default
+    new = graph.call_function(clone, (source,), {"memory_format": layout})
+    with val.fake_mode:
+        new.meta = source.meta | {"val": val.clone(memory_format=layout)}
+    return new
