@@ -30,6 +30,7 @@ from benchmarks.networks.network_models import (
     step_of,
 )
 from benchmarks.networks.networks import PARTS
+from confpred.pytorch.graphs import memory_of_inference
 
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm; networks with random weights magnify rounding, each by another factor.
@@ -118,8 +119,6 @@ def exact() -> AbstractContextManager[Any]:
 def leave_pool() -> None:
     """Give graphs that are recorded from now on a pool of their own, so that their need is seen."""
     from torch._inductor.cudagraph_trees import local
-
-    from confpred.pytorch.graphs import memory_of_inference
 
     local.tree_manager_containers.clear()
     memory_of_inference.cache_clear()
