@@ -277,9 +277,9 @@ async def submission(request: Request, upload: str) -> schema.Submission:
 async def submitted_rows(request: Request, upload: str) -> Response:
     exchange = _exchange(request.app)
     found = await asyncio.to_thread(exchange.find, upload)
-    if found is None or not found.rows:
+    if found is None or not found.rows or not (path := exchange.path(ADMITTED, upload)).exists():
         raise _unknown_upload(upload)
-    return FileResponse(exchange.path(ADMITTED, upload), media_type=schema.PARQUET)
+    return FileResponse(path, media_type=schema.PARQUET)
 
 
 def _unknown_upload(upload: str) -> RequestError:

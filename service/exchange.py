@@ -2,10 +2,12 @@
 
     exchange.sqlite      each upload and each job, and what became of it
     incoming/            uploads that were acknowledged and are not checked yet
-    admitted/            rows that passed, as parts: a retraining learns from them
-    controls/            times of control configs (anchors), which uploads are compared with
-    quarantine/          uploads that failed, as they came
-    models/, withdrawn/  models that a retraining published, and those that were rolled back
+    admitted/            rows that passed, as parts: they teach the model in use
+    repeated/            uploads with rows that others had sent before, as they came
+    quarantine/          uploads that failed or were revoked
+    models/, withdrawn/  models that a retraining published, and those that were taken back
+    base/, holdout/, controls/  the operator's own measurements, which no upload enters: to learn
+                                from, to judge by, and times of control configs (anchors)
 
 An upload is known by the SHA-256 of its bytes. It is acknowledged once its file and its row in the
 database are on the disk, so a crash at any moment loses nothing that was acknowledged.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -41,8 +44,10 @@ from . import Settings
 from .requests import RequestError, shorten
 from .schema import PARQUET, Job, Submission
 
-INCOMING, ADMITTED, CONTROLS, QUARANTINE = "incoming", "admitted", "controls", "quarantine"
+INCOMING, ADMITTED, REPEATED, QUARANTINE = "incoming", "admitted", "repeated", "quarantine"
 PUBLISHED, WITHDRAWN = "models", "withdrawn"
+BASE, HOLDOUT, CONTROLS = "base", "holdout", "controls"
+_ROOMS = (INCOMING, ADMITTED, REPEATED, QUARANTINE, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
 #: Published models of a device that are kept.
 KEPT = 5
 _TABLES = """
@@ -51,17 +56,23 @@ CREATE TABLE IF NOT EXISTS uploads (
     token TEXT NOT NULL, bytes INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS uploads_by_state ON uploads (state, received);
 CREATE INDEX IF NOT EXISTS uploads_by_token ON uploads (token, received);
-CREATE TABLE IF NOT EXISTS runs (
-    run_id TEXT NOT NULL, upload TEXT NOT NULL, PRIMARY KEY (run_id, upload));
+CREATE TABLE IF NOT EXISTS waiting (id TEXT PRIMARY KEY, due REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS distrusted (
+    token TEXT NOT NULL, run_id TEXT NOT NULL, PRIMARY KEY (token, run_id));
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, device TEXT NOT NULL, state TEXT NOT NULL,
     started TEXT, ended TEXT, reason TEXT);
+CREATE TABLE IF NOT EXISTS new_rows (
+    upload TEXT NOT NULL, device TEXT NOT NULL, rows INTEGER NOT NULL,
+    PRIMARY KEY (upload, device));
 """
 _DAY_S = 86_400
 #: Bytes of an upload that are held in memory before they are written.
 _PIECE = 262_144
-#: A check may end its process so often before the upload is quarantined for it.
-_MOST_ATTEMPTS = 2
+#: An upload that the server could not check waits so long, twice as long each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 3600.0
+_MOST_REASON = 500  # characters
+_log = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -76,7 +87,7 @@ class Exchange:
         self.folder = folder
         self._lock = threading.Lock()
         try:
-            for name in (INCOMING, ADMITTED, CONTROLS, QUARANTINE, PUBLISHED, WITHDRAWN):
+            for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
                 folder / "exchange.sqlite",
@@ -120,10 +131,22 @@ class Exchange:
         """Return the latest uploads, the last one first."""
         return self._submissions("ORDER BY received DESC LIMIT ?", count)
 
+    def named(self, name: str) -> list[Submission]:
+        """Return the uploads of a token, or the one with an id, of which 8 digits are enough.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        digits = name if re.fullmatch(r"[0-9a-f]{8,64}", name) else " "
+        found = self._submissions("WHERE token = ? OR id GLOB ?", name, f"{digits}*")
+        if not found:
+            raise InvalidInput("name", name, "the name of a token with uploads, or an upload's id")
+        return found
+
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
-        query = f"SELECT id, state, rows, reason, received FROM uploads {which}"
+        query = f"SELECT id, state, rows, reason, received, token FROM uploads {which}"
         rows = self._rows(query, *values)
-        return [Submission(i, s, n, reason, _shown(when)) for i, s, n, reason, when in rows]
+        return [Submission(i, s, n, why, _shown(at), token) for i, s, n, why, at, token in rows]
 
     def used(self, token: str) -> int:
         """Return the bytes that were uploaded with a token within a day."""
@@ -147,73 +170,148 @@ class Exchange:
         """Return the file of an upload in a room of the folder."""
         return self.folder / room / f"part-{upload}.parquet"
 
-    def next_received(self) -> str | None:
-        """Return the upload to check, the oldest. One that has ended the checking process before is
-        quarantined."""
-        query = (
-            "SELECT id, attempts FROM uploads WHERE state = 'received' ORDER BY received LIMIT 1"
+    def due(self) -> Submission | None:
+        """Return the upload to check: of those that are due, the one that waits longest."""
+        which = (
+            "LEFT JOIN waiting USING (id) WHERE state = 'received' AND coalesce(due, 0) <= ? "
+            "ORDER BY coalesce(due, received) LIMIT 1"
         )
-        for upload, attempts in self._rows(query):
-            if attempts >= _MOST_ATTEMPTS:
-                self.quarantine(upload, "the check of it did not come to an end")
-                return self.next_received()
-            with self._changing() as db:
-                db.execute("UPDATE uploads SET attempts = attempts + 1 WHERE id = ?", (upload,))
-            return str(upload)
-        return None
+        return next(iter(self._submissions(which, time.time())), None)
 
-    def parts_with(self, run_ids: Sequence[str]) -> list[Path]:
-        """Return the parts that have rows of these runs already."""
-        marks = ", ".join("?" * len(run_ids))
-        query = f"SELECT DISTINCT upload FROM runs WHERE run_id IN ({marks}) ORDER BY upload"
-        found = [str(upload) for (upload,) in self._rows(query, *run_ids)]
-        paths = [self.path(room, name) for name in found for room in (ADMITTED, CONTROLS)]
-        return [path for path in paths if path.exists()]
-
-    def admit(self, upload: str, rows: int, run_ids: Sequence[str]) -> None:
-        """Say that the rows of an upload are in the data, as they are from now on."""
-        for room in (ADMITTED, CONTROLS):
-            _flush(self.folder / room)
+    def postpone(self, upload: str, reason: str) -> None:
+        """Have an upload wait, as the server could not check it; the longer, the more often."""
+        attempts = "UPDATE uploads SET attempts = attempts + 1, reason = ? WHERE id = ?"
         with self._changing() as db:
-            db.execute(
-                "UPDATE uploads SET state = 'admitted', rows = ? WHERE id = ?", (rows, upload)
-            )
-            db.executemany(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?)", [(run, upload) for run in run_ids]
-            )
+            db.execute(attempts, (readable(reason), upload))
+            ((count,),) = db.execute("SELECT attempts FROM uploads WHERE id = ?", (upload,))
+            due = time.time() + min(_FIRST_WAIT_S * 2.0 ** min(count - 1, 30), _LONGEST_WAIT_S)
+            db.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (upload, due))
+        _log.error("upload %s cannot be checked: %s", upload[:12], readable(reason))
+
+    def data(self) -> list[Path]:
+        """Return the parts of the data: of uploads that are admitted, and files that the operator
+        has put beside them."""
+        others = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state != 'admitted'")}
+        files = sorted((self.folder / ADMITTED).glob("*.parquet"))
+        return [path for path in files if path.stem.removeprefix("part-") not in others]
+
+    def admit(
+        self, upload: str, *, rows: int, devices: Mapping[str, int], whole: bool, wanted: int
+    ) -> None:
+        """Say that the rows of an upload, whose part is written, are in the data; in the same step
+        ask for a retraining of each of `devices`, with its number of rows, that has `wanted` new
+        ones. An upload that was not taken `whole` is kept as it came."""
+        _flush(self.folder / ADMITTED)
+        if not whole:
+            with contextlib.suppress(FileExistsError):
+                os.link(self.path(INCOMING, upload), self.path(REPEATED, upload))
+            _flush(self.folder / REPEATED)
+        counted = "SELECT sum(rows) FROM new_rows WHERE device = ?"
+        with self._changing() as db:
+            done = "UPDATE uploads SET state = 'admitted', rows = ?, reason = NULL WHERE id = ? "
+            if not db.execute(done + "AND state = 'received'", (rows, upload)).rowcount:
+                self.path(ADMITTED, upload).unlink(missing_ok=True)  # it was revoked meanwhile
+            for device, count in devices.items():
+                row = (upload, device, count)
+                db.execute("INSERT OR REPLACE INTO new_rows VALUES (?, ?, ?)", row)
+                if wanted and db.execute(counted, (device,)).fetchone()[0] >= wanted:
+                    self._ask(db, device)
         self.path(INCOMING, upload).unlink(missing_ok=True)
 
-    def distrusted(self, run_ids: Sequence[str]) -> str | None:
-        """Return one of these runs whose control configs took other times than elsewhere."""
-        marks = ", ".join("?" * len(run_ids))
-        query = f"SELECT run_id FROM runs WHERE run_id IN ({marks}) AND upload IN "
-        quarantined = "(SELECT id FROM uploads WHERE state = 'quarantined')"
-        return next((str(row[0]) for row in self._rows(query + quarantined, *run_ids)), None)
+    def distrusted(self, token: str) -> set[str]:
+        """Return the runs of a token whose control configs take other times than the operator's."""
+        query = "SELECT run_id FROM distrusted WHERE token = ?"
+        return {run for (run,) in self._rows(query, token)}
 
-    def quarantine(self, upload: str, reason: str, run_ids: Sequence[str] = ()) -> None:
-        """Put an upload aside, and distrust the runs `run_ids` from now on."""
-        for room in (ADMITTED, CONTROLS):
-            self.path(room, upload).unlink(missing_ok=True)
+    def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
+        """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
+        from now on."""
+        self._put_aside([upload], "quarantined", refused)
         with self._changing() as db:
+            runs = [(upload.token, run) for run in run_ids]
+            db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
+        _log.warning("upload %s is quarantined: %s", upload.id[:12], readable(refused))
+
+    def revoke(self, name: str) -> list[str]:
+        """Take back the rows of a token, or of an upload: out of the data, and with them the
+        published models that learned from them. Other uploads whose rows were the same are checked
+        again. Returns the names of the models."""
+        uploads = self.named(name)
+        self._put_aside(uploads, "revoked", "revoked by the operator")
+        gone, withdrawn = {each.id for each in uploads}, []
+        for path, read in published(self.folder):
+            if gone & set(read.card.content.get("uploads", ())):
+                _withdraw(path)
+                withdrawn.append(path.name)
+        for path in (self.folder / REPEATED).glob("part-*.parquet"):
+            if (again := path.stem.removeprefix("part-")) not in gone:
+                self.requeue(again)
+        return withdrawn
+
+    def requeue(self, name: str) -> list[Submission]:
+        """Have the uploads of a token, or one, checked again, whatever became of them; returns
+        those whose files are still there."""
+        found = [upload for upload in self.named(name) if self._file_of(upload.id) is not None]
+        with self._changing() as db:
+            for upload in found:
+                state = "state = 'received', rows = NULL, reason = NULL, attempts = 0"
+                db.execute(f"UPDATE uploads SET {state} WHERE id = ?", (upload.id,))
+                for table, key in (("waiting", "id"), ("new_rows", "upload")):
+                    db.execute(f"DELETE FROM {table} WHERE {key} = ?", (upload.id,))
+                if upload.state == "quarantined":
+                    db.execute("DELETE FROM distrusted WHERE token = ?", (upload.token,))
+        for upload in found:
+            self._restore(upload.id)
+        return found
+
+    def _file_of(self, upload: str) -> Path | None:
+        """Return the file that has most of an upload."""
+        rooms = (INCOMING, REPEATED, QUARANTINE, ADMITTED)
+        files = (self.path(room, upload) for room in rooms)
+        return next((path for path in files if path.exists()), None)
+
+    def _restore(self, upload: str) -> bool:
+        """Have the file of a received upload where it is checked; False if there is none."""
+        file = self._file_of(upload)
+        if file is not None:
+            os.replace(file, self.path(INCOMING, upload))
+            _flush(self.folder / INCOMING)
+        return file is not None
+
+    def _put_aside(self, uploads: Sequence[Submission], state: str, reason: str) -> None:
+        """Take uploads out of the data; the files that are left of them go to the quarantine."""
+        with self._changing() as db:
+            for upload in uploads:
+                change = "UPDATE uploads SET state = ?, reason = ?, rows = NULL WHERE id = ?"
+                db.execute(change, (state, readable(reason), upload.id))
+                db.execute("DELETE FROM new_rows WHERE upload = ?", (upload.id,))
+        for upload in uploads:
+            self._clear(upload.id)
+        _flush(self.folder / QUARANTINE)
+
+    def _clear(self, upload: str) -> None:
+        """Move what there is of an upload to the quarantine; the whole file comes last."""
+        for room in (ADMITTED, REPEATED, INCOMING):
             with contextlib.suppress(FileNotFoundError):
-                os.replace(self.path(INCOMING, upload), self.path(QUARANTINE, upload))
-            _flush(self.folder / QUARANTINE)
-            db.execute(
-                "UPDATE uploads SET state = 'quarantined', reason = ? WHERE id = ?",
-                (reason, upload),
-            )
-            db.executemany(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?)", [(run, upload) for run in run_ids]
-            )
+                os.replace(self.path(room, upload), self.path(QUARANTINE, upload))
 
     def tidy(self) -> None:
-        """Remove what a killed process left: uploads without an end, and files that were not
-        acknowledged."""
-        known = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state = 'received'")}
+        """Bring the files to where the database says that they are, whatever was killed; remove
+        files that were not acknowledged, and times that former versions put among the controls. An
+        upload whose file somebody has removed is revoked."""
+        for upload, state, rows in self._rows("SELECT id, state, rows FROM uploads"):
+            there = self.path(INCOMING if state == "received" else ADMITTED, upload).exists()
+            if state in ("quarantined", "revoked"):
+                self._clear(upload)
+            elif not (there or rows == 0 or (state == "received" and self._restore(upload))):
+                found = self._submissions("WHERE id = ?", upload)
+                self._put_aside(found, "revoked", "its file was removed")
         for path in (self.folder / INCOMING).iterdir():
             old = time.time() - path.stat().st_mtime > _DAY_S
-            if old and path.stem.removeprefix("part-") not in known:
+            if old and self.find(path.stem.removeprefix("part-")) is None:
                 path.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{CONTROLS}/part-{'[0-9a-f]' * 64}.parquet"):
+            path.unlink(missing_ok=True)
 
     # Jobs
 
@@ -224,20 +322,24 @@ class Exchange:
 
     def add_job(self, device: str) -> Job:
         """Ask for a retraining for a device, unless one waits already."""
-        waits = "SELECT id FROM jobs WHERE device = ? AND state = 'queued'"
         with self._changing() as db:
-            if db.execute(waits, (device,)).fetchone() is None:
-                new = ("retrain", device, "queued")
-                db.execute("INSERT INTO jobs (kind, device, state) VALUES (?, ?, ?)", new)
+            self._ask(db, device)
         return next(job for job in self.jobs() if job.device == device)
 
+    def _ask(self, db: sqlite3.Connection, device: str) -> None:
+        waits = "SELECT id FROM jobs WHERE device = ? AND state = 'queued'"
+        if db.execute(waits, (device,)).fetchone() is None:
+            new = ("retrain", device, "queued")
+            db.execute("INSERT INTO jobs (kind, device, state) VALUES (?, ?, ?)", new)
+        db.execute("DELETE FROM new_rows WHERE device = ?", (device,))
+
     def set_job(self, number: int, state: str, reason: str | None = None) -> None:
-        """Say how a job is: ``running``, or how it ended."""
+        """Say how a job is: ``queued``, ``running``, or how it ended."""
         column, now = "started" if state == "running" else "ended", _shown(time.time())
         with self._changing() as db:
             db.execute(
                 f"UPDATE jobs SET state = ?, reason = ?, {column} = ? WHERE id = ?",
-                (state, reason, now, number),
+                (state, reason, None if state == "queued" else now, number),
             )
 
     def counts(self) -> list[list[Any]]:
@@ -249,6 +351,12 @@ class Exchange:
             ["confpred_upload_bytes", sum(size for *_, size in uploads)],
             *(["confpred_jobs", state, count] for state, count in jobs),
         ]
+
+
+def readable(text: str) -> str:
+    """Return the start of a text that somebody sent, on one line."""
+    shown = text[:_MOST_REASON].encode("unicode_escape").decode()
+    return shown if len(text) <= _MOST_REASON else f"{shown}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +408,14 @@ def withdraw(settings: Settings, generation: Path | None) -> bool:
         if known.digest in digests:
             passed.add(known.card.device)
         if known.card.device not in passed:
-            os.replace(path, folder / WITHDRAWN / f"{path.name}-{secrets.token_hex(4)}")
+            _withdraw(path)
             gone += 1
     return gone > 0
+
+
+def _withdraw(model: Path) -> None:
+    name = f"{model.name}-{secrets.token_hex(4)}"
+    os.replace(model, model.parents[1] / WITHDRAWN / name)
 
 
 def _shown(when: float) -> str:

@@ -184,17 +184,20 @@ class Submission:
 
     Attributes:
         id: SHA-256 of its bytes.
-        state: ``received`` until it is checked, then ``admitted`` or ``quarantined``.
+        state: ``received`` until it is checked, then ``admitted`` or ``quarantined``; ``revoked``
+            where the operator has taken it back.
         rows: how many of its rows are new in the data; null until it is admitted.
-        reason: why it is quarantined; else null.
+        reason: why it is quarantined or revoked, or could not be checked yet; else null.
         received: when it was acknowledged, ISO 8601.
+        token: name of the token that it was sent with.
     """
 
     id: str
-    state: Literal["received", "admitted", "quarantined"]
+    state: Literal["received", "admitted", "quarantined", "revoked"]
     rows: int | None
     reason: str | None
     received: str
+    token: str
 
 
 @dataclass(frozen=True, slots=True)

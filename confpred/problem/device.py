@@ -27,10 +27,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
-from confpred.files import read_json, write_whole
+from confpred.files import read_json, user_folder, write_whole
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -202,7 +200,7 @@ class Remembered(NamedTuple):
 def remembered_folder() -> Path:
     """Return the folder of drivers' descriptions, in the user's cache or as configured."""
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen or platformdirs.user_cache_dir("confpred")) / "devices"
+    return Path(chosen or user_folder("cache")) / "devices"
 
 
 def recall(key: str) -> Remembered | None:

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 from numpy.typing import NDArray
 
 from confpred.data.measurements import Run
@@ -30,7 +29,7 @@ from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
-from confpred.files import read_json, write_whole
+from confpred.files import read_json, user_folder, write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
 from confpred.predict.predictor import Predictor, donor_for
@@ -294,7 +293,7 @@ class Session:
 
 def default_folder(device: str) -> Path:
     """Return where the sessions for the device with this key are kept."""
-    return Path(platformdirs.user_data_dir("confpred")) / "retrain" / device
+    return user_folder("data") / "retrain" / device
 
 
 def open_session(folder: Path, old: str | None) -> Session:
