@@ -50,7 +50,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECA
 #: The error's code and message when work is refused and the client is still there.
 REFUSALS: Mapping[Reason, tuple[str, str]] = {
     "queue": ("overloaded", "too many problems are waiting already"),
-    "deadline": ("deadline_exceeded", "the answer would have come later than it may"),
+    "deadline": ("deadline_exceeded", "the answer would come later than it may"),
 }
 
 
@@ -263,7 +263,7 @@ class Predict:
         None if the client leaves before.
 
         Raises:
-            RequestError: 503, as too many problems wait, or it would take too long.
+            RequestError: 429, as too many problems wait, or it would take too long.
         """
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -281,7 +281,7 @@ class Predict:
             code, message = REFUSALS[refused.reason]
             message = f"{message}; ask again in {refused.retry_s} s"
             headers = {"retry-after": str(refused.retry_s)}
-            raise RequestError(503, code, message, headers=headers) from None
+            raise RequestError(429, code, message, headers=headers) from None
         finally:
             gone.cancel()
 

@@ -3,7 +3,7 @@
     card.json            what it is (`confpred.model.card`), and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.features.Pool`)
-    <family>.order.txt   the same for one family of a pool, which uploads have taught since
+    <family>.taught.txt  the same for one family, which uploads have taught since
     <pool>.time.txt      the same for the regressor of their times
     gate.txt             the same for how far each family's best config is behind the best of all
     pytorch.txt          the same for how PyTorch's own operator compares with the best config
@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 MEASURED = "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
+TAUGHT_TREES = "{}.taught.txt"
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 GATE_TREES = "gate.txt"
 #: So many problems are looked up in the text of ``measured.json`` (0.1 ms each) before it is parsed
@@ -125,7 +126,8 @@ class Model:
 
     def ensembles(self) -> list[Trees]:
         """Return all its trees, those that families share once."""
-        found = [trees for each in self.families.values() for trees in (each.order, each.time)]
+        families = self.families.values()
+        found = [t for f in families for t in (f.order, f.time, f.taught) if t is not None]
         found += [] if self.gate is None else [self.gate.lag]
         found += [] if self.pytorch is None else [self.pytorch.ratio]
         return list(dict.fromkeys([*found, self.bounds.quantile]))
@@ -304,9 +306,8 @@ class _Families(_Loaded[FamilyModel]):
         )
         found = {}
         for family in pool.families:
-            entry, own = entries[family.name], ORDER_TREES.format(family.name)
-            taught = own in card.files and family.name != name
-            ordered = _trees(folder, card, own, pool.feature_names) if taught else order
+            entry, own = entries[family.name], TAUGHT_TREES.format(family.name)
+            taught = _trees(folder, card, own, pool.feature_names) if own in card.files else None
             if entry.configs != configs_digest(family):
                 raise ModelError(
                     f"{folder} was trained for other configs of {family.name}: train it again"
@@ -317,7 +318,9 @@ class _Families(_Loaded[FamilyModel]):
             if table in card.files:
                 registers = Registers(family, checked_file(folder, card, table))
             groupings = frozenset(entry.groupings)
-            found[family.name] = FamilyModel(family, pool, ordered, time, registers, groupings)
+            found[family.name] = FamilyModel(
+                family, pool, order, time, registers, groupings, taught
+            )
             if text := _stale(entry):
                 log.warning("model %s: %s", folder.resolve().name, text)
         return found

@@ -44,7 +44,7 @@ from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.files import write_folder
 from confpred.model.card import CARD, read_files
-from confpred.model.folder import ORDER_TREES, Model, load_model
+from confpred.model.folder import TAUGHT_TREES, Model, load_model
 from confpred.model.rank import FamilyModel, with_pytorch
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import CONVOLUTION
@@ -148,11 +148,11 @@ def retrain_from(
     orders, verdicts, learned = {}, {}, {}
     for name, timings in sorted(_uploaded(uploads, base, old, layers, say).items()):
         text = _order(old.families[name], base, timings, hyper)
-        new_one = replace(old.families[name], order=Trees(text.encode(), name))
+        new_one = replace(old.families[name], taught=Trees(text.encode(), name))
         verdicts[name] = verdict = judged(held, old.families[name], new_one)
         say(f"{name}, by {sum(len(t.rows) for t in timings):,} uploaded times: {verdict.why}")
         if verdict.better:
-            orders[ORDER_TREES.format(name)] = text.encode()
+            orders[TAUGHT_TREES.format(name)] = text.encode()
             learned[name] = sum(len(t.rows) for t in timings)
     why = "; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items())
     verdict = Verdict(bool(orders), why or "no upload has rows that the base lacks", 0, 0)
