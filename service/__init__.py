@@ -23,6 +23,9 @@ class Settings:
     model: str | None = _setting(
         None, "Model folder, or a folder of such, instead of those that ship with confpred."
     )
+    signed_by: str | None = _setting(
+        None, "File of allowed signers (ssh-keygen) one of whom has to have signed each --model."
+    )
     plan: str | None = _setting(
         None, "Plan to follow for the problems that it has: a file, or a folder with kernels."
     )
@@ -30,11 +33,13 @@ class Settings:
     max_batch: int = _setting(1000, "Most problems in one request.", (1, 100_000))
     max_queue: int = _setting(
         10_000,
-        "Most problems that wait in one process; beyond it a request is answered 503.",
+        "Most problems that wait in one process; beyond it a request is answered 429.",
         (1, 10_000_000),
     )
     deadline: int = _setting(
-        30, "Seconds that working out a reply may take before it is answered 503.", (1, 86_400)
+        30,
+        "Seconds that working out a reply may take; what would take longer is answered 429.",
+        (1, 86_400),
     )
     cache_mib: int = _setting(
         64, "Memory for replies that were given, MiB in each process.", (1, 65_536)

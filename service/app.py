@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
-from confpred.model.card import CARD, Card, read_card
+from confpred.model.card import CARD, SIGNATURE, Card, read_card
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
@@ -221,7 +221,8 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
         beside = await asyncio.to_thread(published, exchange.folder)
         folder = next((path for path, read in beside if read.digest == digest), None)
     # A name that the card lacks could be one of another folder.
-    if folder is None or file not in {CARD, *_files_of(folder)}:
+    has_it = folder is not None and (folder / file).parent == folder and (folder / file).is_file()
+    if folder is None or not has_it or file not in {CARD, SIGNATURE, *_files_of(folder)}:
         message = f"no model that /v1/models lists has this file: {shorten(f'{digest}/{file}')}"
         raise RequestError(404, "not_found", message, "path", None, "a file that its card lists")
     return FileResponse(folder / file, media_type="application/octet-stream")

@@ -32,7 +32,7 @@ import numpy as np
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.card import read_files
+from confpred.model.card import read_files, signed_by
 from confpred.model.folder import Model, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
@@ -67,6 +67,9 @@ def publish(settings: Settings, home: Path) -> Path:
     if not folders and settings.model is not None:
         raise ModelError(f"{settings.model} holds no model folder")
     models = {device: (path, read_files(path)) for device, path in folders.items()}
+    for path in folders.values() if settings.signed_by is not None else ():
+        if settings.exchange is None or Path(settings.exchange, PUBLISHED) != path.parent:
+            signed_by(path, Path(settings.signed_by or ""))
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():

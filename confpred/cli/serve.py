@@ -26,6 +26,7 @@ _PATHS = {
     "model": click.Path(exists=True, file_okay=False),
     "plan": click.Path(exists=True),
     "tokens": click.Path(exists=True, dir_okay=False),
+    "signed_by": click.Path(exists=True, dir_okay=False),
     "exchange": click.Path(file_okay=False),
 }
 #: The beginning of the environment's variables that are settings.

@@ -65,6 +65,10 @@ log = logging.getLogger(__name__)
 MEASURED = "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
 TAUGHT_TREES = "{}.taught.txt"
+#: Names of the files of a model beside its card.
+FILES = re.compile(
+    r"(gate|pytorch|bound)\.txt|measured\.json|[a-z0-9_+]+\.(order\.txt|time\.txt|taught\.txt|registers\.json)"
+)
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 GATE_TREES = "gate.txt"
 #: So many problems are looked up in the text of ``measured.json`` (0.1 ms each) before it is parsed

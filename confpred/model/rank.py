@@ -97,6 +97,11 @@ class FamilyModel:
         """The family, if it answers for several problems at once."""
         return self.family if isinstance(self.family, Batched) else None
 
+    @property
+    def ordering(self) -> Trees:
+        """The regressor that orders configs."""
+        return self.taught or self.order
+
     @cached_property
     def is_free(self) -> bool:
         """Whether its configs need not be looked into where nothing is limited."""
@@ -175,7 +180,7 @@ class FamilyModel:
         found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
             return found
-        ranked = list(best_first(self.taught or self.order, pairs, wanted))
+        ranked = list(best_first(self.ordering, pairs, wanted))
         timed = best_first(self.order, pairs) if self.taught else ranked
         firsts = np.array([at[0] for at, _ in timed])
         best = self.time.predict(pairs.features[firsts]).tolist()

@@ -43,7 +43,7 @@ from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.files import write_folder
-from confpred.model.card import CARD, read_files
+from confpred.model.card import CARD, SIGNATURE, read_files
 from confpred.model.folder import TAUGHT_TREES, Model, load_model
 from confpred.model.rank import FamilyModel, with_pytorch
 from confpred.model.trees import Trees
@@ -66,6 +66,7 @@ OF_TOKEN, OF_RUN = 1.0, 0.5
 #: A family is not taught if its choices take more than this for one width of groups, of so many
 #: problems at least.
 OF_WIDTH, LEAST_OF_WIDTH = 1.02, 3
+_ID_DIGITS = 64  # of an upload, in the name of its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,12 @@ def retrain_from(
         UnknownDevice: the device has no description.
         ModelError: the model in use is damaged.
     """
-    files = [file for file in data_files(data) if operation_in(file) == CONVOLUTION.name]
+    files = [file for file in data_files(data) if _is_readable(file, say)]
     uploads = [file for file in files if token_of(file)]
     if not (own := [file for file in files if file not in uploads]):
-        raise DataError(f"no file of the operator's own has measurements of {CONVOLUTION.name}")
+        raise DataError(
+            f"no file has measurements of {CONVOLUTION.name} that are the operator's own"
+        )
     base = read_dataset(own, device)
     networks = {name for t in base.timings for name in t.networks}
     judges = sorted(name for name in networks if is_held_out([name]))
@@ -164,6 +167,17 @@ def retrain_from(
     return outcome
 
 
+def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
+    """Return whether a file has measurements of convolutions; a damaged upload stops nobody."""
+    try:
+        return operation_in(file) == CONVOLUTION.name
+    except DataError as error:
+        if len(file.stem) < _ID_DIGITS:
+            raise
+        say(f"left out: {error}")
+        return False
+
+
 def token_of(file: Path) -> str:
     """Return the name of the token that a part was sent with; none for the operator's own."""
     return ((pq.read_schema(file).metadata or {}).get(TOKEN) or b"").decode(errors="replace")
@@ -172,7 +186,8 @@ def token_of(file: Path) -> str:
 def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
     """Write the model of a folder with further or other `orders`, and `facts` in its card."""
     read = read_files(model)
-    files = {**read.files, **orders}
+    files = {name: text for name, text in read.files.items() if name != SIGNATURE}
+    files.update(orders)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     card = {**json.loads(files.pop(CARD)), "created": now, **facts}
     card["files"] = {name: sha256(text).hexdigest() for name, text in files.items()}
@@ -308,7 +323,9 @@ def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
             times[PYTORCH_OPERATOR] = data.pytorch_ms[problem]
         chosen = [_chosen(model, problem, parts, times) for model in (old, new)]
         if chosen[0] in times and chosen[1] in times:
-            yield Pair(parts[0].networks[0], times[chosen[0]], times[chosen[1]])
+            names = parts[0].networks
+            name = next((name for name in names if is_held_out([name])), names[0])
+            yield Pair(name, times[chosen[0]], times[chosen[1]])
 
 
 def _chosen(

@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 from served import Server, eventually, head, running
+from uploads import PARQUET, admitted, became, changed, keepers, send, sent, token, whole
 
-from confpred.cli import cli
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
 from confpred.data.measurements import Measurement, Run
@@ -33,8 +31,6 @@ from confpred.families.registry import all_families
 from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
-
-PARQUET = {"content-type": "application/vnd.apache.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, anchors: Path) -> Path:
     return made
 
 
-def token(folder: Path, name: str, scope: str) -> str:
-    words = ["token", "--tokens", str(folder / "tokens.json"), name, "--scope", scope]
-    return CliRunner().invoke(cli, words, catch_exceptions=False).output.strip()
-
-
 @pytest.fixture(scope="module")
 def secrets(folder: Path) -> dict[str, str]:
     names = {"read": "read", "write": "write", "greedy": "write", "admin": "admin"}
@@ -75,50 +66,6 @@ def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
     options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
     with running(folder, *options, "--max-upload-mib", "1", "--quota-mib", "3") as made:
         yield made
-
-
-def whole(table: pa.Table, **how: Any) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(table, file, **how)
-    return file.getvalue()
-
-
-def changed(table: pa.Table, column: str, change: Callable[[Any], Any]) -> pa.Table:
-    """Return a table with other values in a column."""
-    field = table.schema.field(column)
-    values = pa.array(change(table[column].to_numpy(zero_copy_only=False)), field.type)
-    return table.set_column(table.schema.get_field_index(column), field, values)
-
-
-def send(server: Server, body: bytes, secret: str | None, **headers: str) -> httpx.Response:
-    known = {"idempotency-key": hashlib.sha256(body).hexdigest(), **PARQUET, **headers}
-    if secret is not None:
-        known["authorization"] = f"Bearer {secret}"
-    return server.post("/v1/measurements", content=body, headers=known)
-
-
-def became(server: Server, upload: str, secret: str) -> dict[str, Any]:
-    """Return an upload once it is checked."""
-    found: dict[str, Any] = {}
-
-    def checked() -> bool:
-        headers = {"authorization": f"Bearer {secret}"}
-        found.update(server.get(f"/v1/measurements/{upload}", headers=headers).json())
-        return found["state"] != "received"
-
-    eventually(checked, server.said)
-    return found
-
-
-def sent(server: Server, body: bytes, secret: str) -> dict[str, Any]:
-    reply = send(server, body, secret)
-    assert reply.status_code == 202, reply.text
-    return became(server, reply.json()["id"], secret)
-
-
-def admitted(folder: Path) -> pa.Table:
-    files = sorted((folder / "exchange" / "admitted").glob("*.parquet"))
-    return pa.concat_tables([pq.read_table(file) for file in files])
 
 
 def test_what_is_sent_twice_is_in_the_data_once(
@@ -310,15 +257,6 @@ def test_a_full_disk_refuses_and_is_got_over(
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.prlimit(process, resource.RLIMIT_FSIZE, unlimited)
     assert send(server, body, secrets["write"]).status_code == 202
-
-
-def keepers(server: Server) -> set[int]:
-    """Return the process that checks uploads, if there is one at the moment."""
-    return {
-        process
-        for process in server.workers()
-        if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
-    }
 
 
 def test_nothing_acknowledged_is_lost_where_processes_are_killed(
