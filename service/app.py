@@ -151,7 +151,7 @@ def _predict_route(predict: Predict) -> APIRoute:
         name="predict",
         summary="The best configs of one problem or many",
         response_model=schema.PredictReply,
-        responses=_refusals(400, 404, 413, 415, 422, 500, 503),
+        responses=_refusals(400, 404, 413, 415, 422, 429, 500, 503),
         openapi_extra=schema.PREDICT_BODY,
     )
     route.app = predict
@@ -396,7 +396,7 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
     supervisor: Channel | None = state.supervisor
     if supervisor is None:
         message = "this application runs without confpred serve"
-        raise RequestError(503, "not_supervised", message)
+        raise RequestError(409, "not_supervised", message)
     try:
         answer = await supervisor.ask(word)
     except Gone:

@@ -30,7 +30,6 @@ from confpred.model.card import DRIFT_FORMAT
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.explain import (
     LayerExplanation,
-    NearestLayers,
     Table,
     explain_layers,
     remark_on,
@@ -40,10 +39,11 @@ from confpred.predict.explain import (
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.limits import UNLIMITED
 
 from .exchange import Exchange
 from .generations import Loaded
-from .predict import Predict, encode
+from .predict import Memory, Predict, Question, encode
 from .scheduler import Steps
 from .schema import EXAMPLE, ModelsReply, ServedModel
 
@@ -52,6 +52,7 @@ PATHS = ("/", "/docs", "/openapi.json")
 _TOP = 5  # choices that the form asks for at first
 _LATEST = 20  # jobs, uploads, and reports of drift that are shown
 _LARGEST = 4 * 2**20  # bytes of such a report
+_EXPLAINED = 50_000  # bytes of an explanation, about
 _WANTED = 0.95  # the share of answers that is to be within its bound
 #: Kinds of answers in a model's card, as the page calls them.
 _ANSWERS = {
@@ -99,14 +100,14 @@ def install(
     @app.get("/", include_in_schema=False)
     async def home(request: Request) -> Response:
         generation = loaded(request.app).current
-        layers = predict.memory_of(generation.predictor).layers
+        memory = predict.memory_of(generation.predictor)
         state = request.app.state
         shown = {
             **_shown_models((await listed(request.app)).models),
             **await asyncio.to_thread(_exchanged, state.exchange),
             "drift": await asyncio.to_thread(read_drift, state.settings.drift),
         }
-        steps = _home(generation.predictor, layers, dict(request.query_params), shown)
+        steps = _home(generation.predictor, memory, dict(request.query_params), shown)
         found = await predict.work(steps, request.scope, request.receive, 1)
         if found is None:
             return Response(status_code=499)  # nobody is there to read it
@@ -196,7 +197,7 @@ class Chart:
 
 def _home(
     predictor: Predictor,
-    layers: dict[str, NearestLayers],
+    memory: Memory,
     query: Mapping[str, str],
     shown: Mapping[str, Any],
 ) -> Steps[tuple[str, int]]:
@@ -206,8 +207,12 @@ def _home(
     if query:
         try:
             problem, device, top = read_query(query)
-            asked = explain_layers([problem], device, top=top, predictor=predictor, layers=layers)
-            answer = next(asked)
+            asked = Question(device.key, top, problem, None, UNLIMITED)
+            answer = memory.explained.get(asked)
+            if answer is None:
+                how: dict[str, Any] = {"predictor": predictor, "layers": memory.layers}
+                answer = next(iter(explain_layers([problem], device, top=top, **how)))
+                memory.explained.put(asked, answer, _EXPLAINED)
         except InvalidInput as refused:
             error = refused
         yield 1

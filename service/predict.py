@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from confpred.predict.choice import answer_json, joined_json
-from confpred.predict.explain import NearestLayers
+from confpred.predict.explain import LayerExplanation, NearestLayers
 from confpred.predict.predictor import Predictor
 from confpred.problem.limits import Limits
 from confpred.problem.record import Record
@@ -126,8 +126,10 @@ class Memory:
         self.answers: Latest[Question, Answer] = Latest(limit // 2)
         #: Answers that some request waits for, as long as it does.
         self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
-        #: The measured layers of its models, by their versions, from the first that was explained.
+        #: The measured layers of its models, by their versions, from the first that was explained;
+        #: and what was explained.
         self.layers: dict[str, NearestLayers] = {}
+        self.explained: Latest[Question, LayerExplanation] = Latest(limit // 8)
 
     def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
         """Return the reply to `body`, which asks `asked`, if every answer is in memory."""

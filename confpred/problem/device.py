@@ -34,7 +34,7 @@ from confpred.problem.record import Record
 log = logging.getLogger(__name__)
 TABLE_FORMAT, FORMAT = "confpred-devices/1", "confpred-device/1"
 _TABLE = Path(__file__).with_name("devices.json")
-_MOST_CHARACTERS = 100  # of a key, as it is a file's name
+_MOST_CHARACTERS = 100  # of a key, as it is a file's name, and of a device's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def get_device(name: str | Device) -> Device:
     """
     if isinstance(name, Device):
         return name
-    if isinstance(name, str):
+    if isinstance(name, str) and len(name) <= _MOST_CHARACTERS:
         device = listed(name) or _introduced.get(key_of(name)) or _remembered(name)
         if device is not None:
             return device

@@ -83,7 +83,7 @@ REFUSALS: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "gzip": ("POST", "/v1/predict", _GOOD, _JSON | _GZIP, 415, "unsupported_media_type"),
     "invalid": ("POST", "/v1/predict", b"{}", _JSON, 422, "invalid_input"),
     "no version": ("POST", "/v1/predict?version=none", _GOOD, _JSON, 404, "version_not_loaded"),
-    "reload": ("POST", "/v1/models/reload", b"", {}, 503, "not_supervised"),
+    "reload": ("POST", "/v1/models/reload", b"", {}, 409, "not_supervised"),
 }
 
 

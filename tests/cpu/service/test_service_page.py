@@ -318,7 +318,7 @@ def test_a_browser_may_send_a_token_as_a_password_to_pages_alone() -> None:
 def test_pages_take_turns_with_other_work() -> None:
     with TestClient(create_app(Settings(deadline=1), PREDICTOR)) as client:
         reply = client.get("/", headers={"prefer": "wait=0"})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "deadline_exceeded")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "deadline_exceeded")
 
 
 def test_jobs_and_uploads_are_shown_and_what_was_said_of_them_is_text(tmp_path: Path) -> None:
