@@ -253,9 +253,7 @@ async def submit(request: Request) -> schema.Submission:
 
 
 @_router.get(
-    "/v1/measurements",
-    summary="The uploads whose rows are in the data",
-    responses=_refusals(404),
+    "/v1/measurements", summary="The uploads whose rows are in the data", responses=_refusals(404)
 )
 async def submissions(request: Request) -> schema.SubmissionsReply:
     return schema.SubmissionsReply(await asyncio.to_thread(_exchange(request.app).admitted))

@@ -196,10 +196,7 @@ class Chart:
 
 
 def _home(
-    predictor: Predictor,
-    memory: Memory,
-    query: Mapping[str, str],
-    shown: Mapping[str, Any],
+    predictor: Predictor, memory: Memory, query: Mapping[str, str], shown: Mapping[str, Any]
 ) -> Steps[tuple[str, int]]:
     """Work out the page and its status; `shown` is all but the answer."""
     yield 1

@@ -211,11 +211,7 @@ def _covered(model: Model) -> set[str]:
 
 
 def _uploaded(
-    files: Sequence[Path],
-    base: Dataset,
-    old: Model,
-    layers: set[Any],
-    say: Callable[[str], None],
+    files: Sequence[Path], base: Dataset, old: Model, layers: set[Any], say: Callable[[str], None]
 ) -> dict[str, list[Timings]]:
     """Return the uploads' times of each family of the old model, as far as a token may send them
     and they are believed: without those of held-out `layers` and of configs that the base has."""
@@ -329,10 +325,7 @@ def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
 
 
 def _chosen(
-    model: Model | None,
-    problem: Record,
-    parts: Sequence[Timings],
-    times: Mapping[Candidate, float],
+    model: Model | None, problem: Record, parts: Sequence[Timings], times: Mapping[Candidate, float]
 ) -> Candidate:
     """Return the candidate among `times` that a model puts first, without looking it up."""
     if model is None:

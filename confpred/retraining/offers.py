@@ -75,10 +75,7 @@ class Offer:
 
 
 def plan(
-    offers: Sequence[Offer],
-    known: Sequence[NDArray[np.float64]],
-    costs: Costs,
-    budget_s: float,
+    offers: Sequence[Offer], known: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
 ) -> list[int]:
     """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
     spent, compilations included; the last one may exceed it. `known` are places of the problems
@@ -230,13 +227,7 @@ def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], ND
 
 
 def _tasks(
-    entry: Entry,
-    device: Device,
-    donor: Model | None,
-    measured: Have,
-    seed: int,
-    *,
-    pytorch: bool,
+    entry: Entry, device: Device, donor: Model | None, measured: Have, seed: int, *, pytorch: bool
 ) -> tuple[Task, ...]:
     problem, found = entry.problem, []
     for family in kernels_of(problem).values():
