@@ -1,16 +1,15 @@
 """The folder that measurements come back to and models are published from, shared by all processes.
 
     exchange.sqlite      each upload and each job, and what became of it
-    incoming/            uploads that were acknowledged and are not checked yet
-    admitted/            rows that passed, as parts: they teach the model in use
-    repeated/            uploads with rows that others had sent before, as they came
-    quarantine/          uploads that failed or were revoked
+    uploads/             files that were acknowledged, as they came
+    admitted/            rows of those that passed, as parts: they teach the model in use
     models/, withdrawn/  models that a retraining published, and those that were taken back
     base/, holdout/, controls/  the operator's own measurements, which no upload enters: to learn
                                 from, to judge by, and times of control configs (anchors)
 
 An upload is known by the SHA-256 of its bytes. It is acknowledged once its file and its row in the
-database are on the disk, so a crash at any moment loses nothing that was acknowledged.
+database are on the disk, so a crash at any moment loses nothing that was acknowledged. What becomes
+of it is said in the database alone; a part counts while its upload is admitted.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from . import Settings
 from .requests import RequestError, shorten
 from .schema import PARQUET, Job, Submission
 
-INCOMING, ADMITTED, REPEATED, QUARANTINE = "incoming", "admitted", "repeated", "quarantine"
+UPLOADS, ADMITTED = "uploads", "admitted"
 PUBLISHED, WITHDRAWN = "models", "withdrawn"
 BASE, HOLDOUT, CONTROLS = "base", "holdout", "controls"
-_ROOMS = (INCOMING, ADMITTED, REPEATED, QUARANTINE, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
+_ROOMS = (UPLOADS, ADMITTED, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
 #: Published models of a device that are kept.
 KEPT = 5
 _TABLES = """
@@ -56,7 +55,6 @@ CREATE TABLE IF NOT EXISTS uploads (
     token TEXT NOT NULL, bytes INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS uploads_by_state ON uploads (state, received);
 CREATE INDEX IF NOT EXISTS uploads_by_token ON uploads (token, received);
-CREATE TABLE IF NOT EXISTS waiting (id TEXT PRIMARY KEY, due REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS distrusted (
     token TEXT NOT NULL, run_id TEXT NOT NULL, PRIMARY KEY (token, run_id));
 CREATE TABLE IF NOT EXISTS jobs (
@@ -66,6 +64,8 @@ CREATE TABLE IF NOT EXISTS new_rows (
     upload TEXT NOT NULL, device TEXT NOT NULL, rows INTEGER NOT NULL,
     PRIMARY KEY (upload, device));
 """
+#: Columns that former versions lack: when an upload is checked, and how many rows it has in all.
+_ADDED = ("due REAL NOT NULL DEFAULT 0", "in_all INTEGER NOT NULL DEFAULT 0")
 _DAY_S = 86_400
 #: Bytes of an upload that are held in memory before they are written.
 _PIECE = 262_144
@@ -96,6 +96,12 @@ class Exchange:
                 check_same_thread=False,
             )
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
+            for column in _ADDED:
+                with contextlib.suppress(sqlite3.OperationalError):  # it is there
+                    self._db.execute(f"ALTER TABLE uploads ADD COLUMN {column}")
+            for name in ("incoming", "quarantine"):  # rooms of former versions
+                for file in (folder / name).glob("part-*.parquet"):
+                    os.replace(file, folder / UPLOADS / file.name)
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error
             raise StorageError(f"cannot use {folder}: {reason}") from error
@@ -159,8 +165,8 @@ class Exchange:
         with self._changing() as db:
             known = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
             if known is None:
-                os.replace(arrived, self.path(INCOMING, upload))
-                _flush(self.folder / INCOMING)
+                os.replace(arrived, self.path(UPLOADS, upload))
+                _flush(self.folder / UPLOADS)
                 columns = "uploads (id, state, received, token, bytes)"
                 row = (upload, "received", time.time(), token, size)
                 db.execute(f"INSERT INTO {columns} VALUES (?, ?, ?, ?, ?)", row)
@@ -172,21 +178,15 @@ class Exchange:
 
     def due(self) -> Submission | None:
         """Return the upload to check: of those that are due, the one that waits longest."""
-        which = (
-            "LEFT JOIN waiting USING (id) WHERE state = 'received' AND coalesce(due, 0) <= ? "
-            "ORDER BY coalesce(due, received) LIMIT 1"
-        )
+        which = "WHERE state = 'received' AND due <= ? ORDER BY max(due, received) LIMIT 1"
         return next(iter(self._submissions(which, time.time())), None)
 
-    def postpone(self, upload: str, reason: str) -> None:
+    def postpone(self, upload: Submission, reason: str) -> None:
         """Have an upload wait, as the server could not check it; the longer, the more often."""
-        attempts = "UPDATE uploads SET attempts = attempts + 1, reason = ? WHERE id = ?"
-        with self._changing() as db:
-            db.execute(attempts, (readable(reason), upload))
-            ((count,),) = db.execute("SELECT attempts FROM uploads WHERE id = ?", (upload,))
-            due = time.time() + min(_FIRST_WAIT_S * 2.0 ** min(count - 1, 30), _LONGEST_WAIT_S)
-            db.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (upload, due))
-        _log.error("upload %s cannot be checked: %s", upload[:12], readable(reason))
+        ((attempts,),) = self._rows("SELECT attempts FROM uploads WHERE id = ?", upload.id)
+        due = time.time() + min(_FIRST_WAIT_S * 2.0 ** min(attempts, 30), _LONGEST_WAIT_S)
+        self._set([upload], f"attempts = {attempts + 1}, due = {due}", "received", reason)
+        _log.error("upload %s cannot be checked: %s", upload.id[:12], readable(reason))
 
     def data(self) -> list[Path]:
         """Return the parts of the data: of uploads that are admitted, and files that the operator
@@ -196,27 +196,23 @@ class Exchange:
         return [path for path in files if path.stem.removeprefix("part-") not in others]
 
     def admit(
-        self, upload: str, *, rows: int, devices: Mapping[str, int], whole: bool, wanted: int
+        self, upload: str, *, rows: int, in_all: int, devices: Mapping[str, int], wanted: int
     ) -> None:
-        """Say that the rows of an upload, whose part is written, are in the data; in the same step
+        """Say that `rows` of an upload, whose part is written, are in the data; in the same step
         ask for a retraining of each of `devices`, with its number of rows, that has `wanted` new
-        ones. An upload that was not taken `whole` is kept as it came."""
+        ones."""
         _flush(self.folder / ADMITTED)
-        if not whole:
-            with contextlib.suppress(FileExistsError):
-                os.link(self.path(INCOMING, upload), self.path(REPEATED, upload))
-            _flush(self.folder / REPEATED)
         counted = "SELECT sum(rows) FROM new_rows WHERE device = ?"
+        done = "UPDATE uploads SET state = 'admitted', rows = ?, in_all = ?, reason = NULL "
         with self._changing() as db:
-            done = "UPDATE uploads SET state = 'admitted', rows = ?, reason = NULL WHERE id = ? "
-            if not db.execute(done + "AND state = 'received'", (rows, upload)).rowcount:
-                self.path(ADMITTED, upload).unlink(missing_ok=True)  # it was revoked meanwhile
+            which = "WHERE id = ? AND state = 'received'"
+            if not db.execute(done + which, (rows, in_all, upload)).rowcount:
+                return  # it was revoked meanwhile
             for device, count in devices.items():
                 row = (upload, device, count)
                 db.execute("INSERT OR REPLACE INTO new_rows VALUES (?, ?, ?)", row)
                 if wanted and db.execute(counted, (device,)).fetchone()[0] >= wanted:
                     self._ask(db, device)
-        self.path(INCOMING, upload).unlink(missing_ok=True)
 
     def distrusted(self, token: str) -> set[str]:
         """Return the runs of a token whose control configs take other times than the operator's."""
@@ -226,7 +222,7 @@ class Exchange:
     def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
         """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
         from now on."""
-        self._put_aside([upload], "quarantined", refused)
+        self._set([upload], "rows = NULL", "quarantined", refused)
         with self._changing() as db:
             runs = [(upload.token, run) for run in run_ids]
             db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
@@ -234,79 +230,51 @@ class Exchange:
 
     def revoke(self, name: str) -> list[str]:
         """Take back the rows of a token, or of an upload: out of the data, and with them the
-        published models that learned from them. Other uploads whose rows were the same are checked
-        again. Returns the names of the models."""
-        uploads = self.named(name)
-        self._put_aside(uploads, "revoked", "revoked by the operator")
-        gone, withdrawn = {each.id for each in uploads}, []
+        published models that learned from them. Other uploads, some of whose rows were there
+        before, are checked again. Returns the names of the models."""
+        uploads, withdrawn = self.named(name), []
+        self._set(uploads, "rows = NULL", "revoked", "revoked by the operator")
         for path, read in published(self.folder):
-            if gone & set(read.card.content.get("uploads", ())):
+            if {each.id for each in uploads} & set(read.card.content.get("uploads", ())):
                 _withdraw(path)
                 withdrawn.append(path.name)
-        for path in (self.folder / REPEATED).glob("part-*.parquet"):
-            if (again := path.stem.removeprefix("part-")) not in gone:
-                self.requeue(again)
+        self._requeue(self._submissions("WHERE state = 'admitted' AND rows < in_all"))
         return withdrawn
 
-    def requeue(self, name: str) -> list[Submission]:
-        """Have the uploads of a token, or one, checked again, whatever became of them; returns
-        those whose files are still there."""
-        found = [upload for upload in self.named(name) if self._file_of(upload.id) is not None]
+    def requeue(self, name: str) -> None:
+        """Have the uploads of a token, or one, checked again, whatever became of them. Its runs are
+        trusted until then."""
+        uploads = self.named(name)
         with self._changing() as db:
-            for upload in found:
-                state = "state = 'received', rows = NULL, reason = NULL, attempts = 0"
-                db.execute(f"UPDATE uploads SET {state} WHERE id = ?", (upload.id,))
-                for table, key in (("waiting", "id"), ("new_rows", "upload")):
-                    db.execute(f"DELETE FROM {table} WHERE {key} = ?", (upload.id,))
-                if upload.state == "quarantined":
-                    db.execute("DELETE FROM distrusted WHERE token = ?", (upload.token,))
-        for upload in found:
-            self._restore(upload.id)
-        return found
+            tokens = [(upload.token,) for upload in uploads]
+            db.executemany("DELETE FROM distrusted WHERE token = ?", tokens)
+        self._requeue(uploads)
 
-    def _file_of(self, upload: str) -> Path | None:
-        """Return the file that has most of an upload."""
-        rooms = (INCOMING, REPEATED, QUARANTINE, ADMITTED)
-        files = (self.path(room, upload) for room in rooms)
-        return next((path for path in files if path.exists()), None)
+    def _requeue(self, uploads: Sequence[Submission]) -> None:
+        self._set(uploads, "rows = NULL, attempts = 0, due = 0", "received", None)
 
-    def _restore(self, upload: str) -> bool:
-        """Have the file of a received upload where it is checked; False if there is none."""
-        file = self._file_of(upload)
-        if file is not None:
-            os.replace(file, self.path(INCOMING, upload))
-            _flush(self.folder / INCOMING)
-        return file is not None
-
-    def _put_aside(self, uploads: Sequence[Submission], state: str, reason: str) -> None:
-        """Take uploads out of the data; the files that are left of them go to the quarantine."""
+    def _set(
+        self, uploads: Sequence[Submission], change: str, state: str, reason: str | None
+    ) -> None:
+        """Say what becomes of uploads, none of which is in the data any more."""
+        said = None if reason is None else readable(reason)
+        query = f"UPDATE uploads SET {change}, state = ?, reason = ? WHERE id = ?"
         with self._changing() as db:
-            for upload in uploads:
-                change = "UPDATE uploads SET state = ?, reason = ?, rows = NULL WHERE id = ?"
-                db.execute(change, (state, readable(reason), upload.id))
-                db.execute("DELETE FROM new_rows WHERE upload = ?", (upload.id,))
-        for upload in uploads:
-            self._clear(upload.id)
-        _flush(self.folder / QUARANTINE)
-
-    def _clear(self, upload: str) -> None:
-        """Move what there is of an upload to the quarantine; the whole file comes last."""
-        for room in (ADMITTED, REPEATED, INCOMING):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self.path(room, upload), self.path(QUARANTINE, upload))
+            db.executemany(query, [(state, said, upload.id) for upload in uploads])
+            forgotten = "DELETE FROM new_rows WHERE upload = ?"
+            db.executemany(forgotten, [(upload.id,) for upload in uploads])
 
     def tidy(self) -> None:
-        """Bring the files to where the database says that they are, whatever was killed; remove
-        files that were not acknowledged, and times that former versions put among the controls. An
-        upload whose file somebody has removed is revoked."""
-        for upload, state, rows in self._rows("SELECT id, state, rows FROM uploads"):
-            there = self.path(INCOMING if state == "received" else ADMITTED, upload).exists()
-            if state in ("quarantined", "revoked"):
-                self._clear(upload)
-            elif not (there or rows == 0 or (state == "received" and self._restore(upload))):
-                found = self._submissions("WHERE id = ?", upload)
-                self._put_aside(found, "revoked", "its file was removed")
-        for path in (self.folder / INCOMING).iterdir():
+        """Remove what a killed process left: files that were not acknowledged, parts of uploads
+        that are not admitted, and times that former versions put among the controls. An upload
+        whose file somebody has removed is revoked."""
+        for upload in self._submissions(""):
+            part = self.path(ADMITTED, upload.id)
+            if upload.state != "admitted":
+                part.unlink(missing_ok=True)
+            elif upload.rows and not part.exists():
+                self._set([upload], "rows = NULL", "revoked", "its part was removed")
+        for path in (self.folder / UPLOADS).iterdir():
             old = time.time() - path.stat().st_mtime > _DAY_S
             if old and self.find(path.stem.removeprefix("part-")) is None:
                 path.unlink(missing_ok=True)
@@ -438,7 +406,7 @@ class _Arriving:
         self._exchange, self._settings, self._token = exchange, settings, token
         self._size, self._hash = 0, hashlib.sha256()
         self._check(announced)
-        handle, name = tempfile.mkstemp(".tmp", ".", exchange.folder / INCOMING)
+        handle, name = tempfile.mkstemp(".tmp", ".", exchange.folder / UPLOADS)
         self._file, self._path = os.fdopen(handle, "wb"), Path(name)
 
     def _check(self, size: int) -> None:

@@ -34,9 +34,9 @@ from .exchange import (
     BASE,
     CONTROLS,
     HOLDOUT,
-    INCOMING,
     KEPT,
     PUBLISHED,
+    UPLOADS,
     Exchange,
     newest_models,
     published,
@@ -95,7 +95,7 @@ class Keeper:
             self._exchange.quarantine(upload, **reply)
         else:
             ended = f"the process that checked it ended with {checker.returncode}"
-            self._exchange.postpone(upload.id, reply.get("error", ended))
+            self._exchange.postpone(upload, reply.get("error", ended))
 
     def _run_job(self) -> None:
         """Start the next job where none runs, and see how one has ended."""
@@ -121,7 +121,6 @@ def check_all(settings: Settings) -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # as a library may print
         exchange, models = Exchange(Path(settings.exchange or "")), dict[Path, Any]()
-        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
         for name in map(str.strip, sys.stdin):
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MOST_S, hard))
@@ -144,8 +143,10 @@ def _check(
     from confpred.retraining.admission import Refused, check_shard, new_rows
     from confpred.retraining.exchanged import TOKEN
 
-    path, part = (exchange.path(room, upload.id) for room in (INCOMING, ADMITTED))
-    if not path.exists():
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+    path, part = (exchange.path(room, upload.id) for room in (UPLOADS, ADMITTED))
+    file = path if path.exists() else part  # of former versions there is the part alone
+    if not file.exists():
         return {"refused": "its file was removed"}
     used = newest_models(settings)
     kept = {p: models.get(p) or load_model(p, in_parts=True) for p in used.values()}
@@ -153,20 +154,20 @@ def _check(
     models.update(kept)
     controls = sorted((exchange.folder / CONTROLS).glob("*.parquet"))
     try:
-        shard = check_shard(path, {device: models[p] for device, p in used.items()}, controls)
+        shard = check_shard(file, {device: models[p] for device, p in used.items()}, controls)
     except Refused as error:
-        reason = str(error).removeprefix(f"{path}: ").replace(str(path), "the file")
+        reason = str(error).removeprefix(f"{file}: ").replace(str(file), "the file")
         return {"refused": reason, "run_ids": [*error.run_ids]}
     if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:
         return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
     rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
-    part.unlink(missing_ok=True)
-    if rows.num_rows:
+    if not rows.num_rows:
+        part.unlink(missing_ok=True)
+    else:
         known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
         write(rows.replace_schema_metadata(known), part)
     taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
-    whole = rows.num_rows == shard.sent
-    return {"rows": rows.num_rows, "devices": Counter(taught), "whole": whole}
+    return {"rows": rows.num_rows, "in_all": shard.sent, "devices": Counter(taught)}
 
 
 def retrain(

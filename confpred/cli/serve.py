@@ -196,7 +196,7 @@ def exchange(action: str, name: str | None, folder: Path) -> None:
     if name is not None and action == "revoke":
         withdrawn = store.revoke(name)
     elif name is not None and action == "requeue":
-        changed = store.requeue(name)
+        store.requeue(name)
     table = [("upload", "token", "state", "rows", "received", "reason")]
     for each in filter(None, (store.find(upload.id) for upload in changed)):
         rows = "" if each.rows is None else str(each.rows)

@@ -84,7 +84,6 @@ def test_what_is_sent_twice_is_in_the_data_once(
     assert sent(server, twice, secrets["write"])["rows"] == 10
     found = admitted(folder)
     assert found.num_rows == 610
-    assert not list((folder / "exchange" / "incoming").glob("*.parquet"))
     headers = {"authorization": f"Bearer {secrets['read']}"}
     listed = server.get("/v1/measurements", headers=headers).json()["measurements"]
     assert sum(each["rows"] for each in listed) == 610
@@ -122,7 +121,7 @@ def test_what_is_not_meant_is_not_kept(
     start = start.replace(b"application/json", PARQUET["content-type"].encode())
     with server.connect() as connection:  # truncated: the client goes after the half
         connection.sendall(start + body[: len(body) // 2])
-    eventually(lambda: not list((folder / "exchange" / "incoming").glob(".*")))
+    eventually(lambda: not list((folder / "exchange" / "uploads").glob(".*")))
     unknown = server.get(
         f"/v1/measurements/{hashlib.sha256(body).hexdigest()}",
         headers={"authorization": f"Bearer {secrets['read']}"},
@@ -189,7 +188,8 @@ def test_a_lie_is_quarantined_with_its_reason(
     assert found["state"] == "quarantined"
     assert reason in found["reason"]
     assert str(folder) not in found["reason"]
-    assert (folder / "exchange" / "quarantine" / f"part-{found['id']}.parquet").exists()
+    assert (folder / "exchange" / "uploads" / f"part-{found['id']}.parquet").exists()
+    assert not (folder / "exchange" / "admitted" / f"part-{found['id']}.parquet").exists()
 
 
 def norms() -> pa.Table:

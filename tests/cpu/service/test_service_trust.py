@@ -3,7 +3,6 @@ host speaks for another."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
@@ -12,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from uploads import became, changed, keepers, send, sent, token, whole
 from confpred.cli import cli
 from confpred.client.transfer import fetch_rows
 from confpred.service import Settings, keeper
-from confpred.service.exchange import ADMITTED, INCOMING, QUARANTINE, Exchange
+from confpred.service.exchange import ADMITTED, UPLOADS, Exchange
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +212,20 @@ def test_a_check_has_limits_of_time_and_memory(
         (tmp_path / "arrived").write_bytes(body)
         return exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
 
-    for limit, reason in (("MOST_S = 0", "s of a processor"), ("MOST_MEMORY = 2**10", "")):
+    limits = {
+        "MOST_S = 0": ("quarantined", "s of a processor"),
+        "MOST_MEMORY = 2**10": ("quarantined", "bytes of memory"),
+        "_check = lambda *each: k.os._exit(3)": ("received", "ended with 3"),
+    }
+    for limit, (state, reason) in limits.items():
         program = f"import confpred.service.keeper as k; k.{limit}; k.main()"
         words = [sys.executable, "-c", program]
         monkeypatch.setattr(keeper, "command", lambda _, *more, own=words: (*own, *more))
         checking = keeper.Keeper(Settings(exchange=str(tmp_path)), os.getpid())
-        upload = arrived(len(limit))
+        upload = arrived(len(limit))  # of another number each
         checking._check(exchange.named(upload)[0])
         found = exchange.named(upload)[0]
-        assert found.state == ("quarantined" if reason else "received"), found
-        assert reason in (found.reason or "")
+        assert (found.state, reason in (found.reason or "")) == (state, True), found
     due = exchange.due()
     assert due is None  # it waits, and others go first
     monkeypatch.undo()
@@ -320,37 +322,49 @@ def test_rows_that_start_a_retraining_are_counted_over_kills(
 
 
 def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.Table) -> None:
-    """Every step says first what is to be, and moves files then; a kill may be in between."""
-    exchange = Exchange(tmp_path / "exchange")
-    files = {}
+    """What becomes of an upload is said in one step; a kill leaves files that do not count."""
+    exchange, ids = Exchange(tmp_path / "exchange"), {}
     for number, state in enumerate(("quarantined", "revoked", "received", "admitted", "gone")):
         body = whole(rows.slice(number, 1))
         (tmp_path / "arrived").write_bytes(body)
-        upload = exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body))
-        files[state] = upload
-        if state in ("revoked", "admitted", "gone"):
-            shutil.copy(exchange.path(INCOMING, upload.id), exchange.path(ADMITTED, upload.id))
-            exchange.admit(upload.id, rows=1, devices={"h100": 1}, whole=True, wanted=0)
-    exchange.path(ADMITTED, files["gone"].id).unlink()
+        upload = exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+        ids[state] = upload
+        shutil.copy(exchange.path(UPLOADS, upload), exchange.path(ADMITTED, upload))
+        if state in ("admitted", "gone"):
+            exchange.admit(upload, rows=1, in_all=1, devices={"h100": 1}, wanted=0)
+    exchange.path(ADMITTED, ids["gone"]).unlink()
     with exchange._changing() as db:
         for state in ("quarantined", "revoked"):
-            db.execute("UPDATE uploads SET state = ? WHERE id = ?", (state, files[state].id))
-    received = files["received"].id
-    exchange.path(INCOMING, received).rename(exchange.path(QUARANTINE, received))
-    assert [path.stem[-64:] for path in exchange.data()] == [files["admitted"].id]
-    learned = tmp_path / "exchange" / "controls" / f"part-{received}.parquet"
+            db.execute("UPDATE uploads SET state = ? WHERE id = ?", (state, ids[state]))
+    assert [path.stem[-64:] for path in exchange.data()] == [ids["admitted"]]
+    learned = tmp_path / "exchange" / "controls" / f"part-{ids['received']}.parquet"
     learned.write_bytes(b"")  # as former versions learned them from uploads
     exchange.tidy()
-    there = {
-        room: {path.stem[-64:] for path in (tmp_path / "exchange" / room).glob("*.parquet")}
-        for room in (INCOMING, ADMITTED, QUARANTINE)
-    }
-    assert there == {
-        INCOMING: {received},
-        ADMITTED: {files["admitted"].id},
-        QUARANTINE: {files["quarantined"].id, files["revoked"].id},
-    }
-    assert exchange.named(files["gone"].id)[0].reason == "its file was removed"
     assert not learned.exists()
-    assert pq.read_table(io.BytesIO(exchange.path(INCOMING, received).read_bytes())).num_rows == 1
-    assert asdict(exchange.named(received)[0])["state"] == "received"
+    parts = {path.stem[-64:] for path in (tmp_path / "exchange" / ADMITTED).glob("*.parquet")}
+    assert parts == {ids["admitted"]}
+    assert len([*(tmp_path / "exchange" / UPLOADS).glob("*.parquet")]) == 5
+    assert exchange.named(ids["gone"])[0].reason == "its part was removed"
+    # It was revoked while it was checked.
+    exchange.revoke(ids["received"])
+    exchange.admit(ids["received"], rows=1, in_all=1, devices={"h100": 1}, wanted=1)
+    assert exchange.named(ids["received"])[0].state == "revoked"
+    assert exchange.jobs() == []
+
+
+def test_an_exchange_of_the_former_version_goes_on(tmp_path: Path, rows: pa.Table) -> None:
+    """Uploads that were acknowledged by it are checked, and those in its quarantine kept."""
+    table = Exchange(tmp_path / "exchange")
+    body = whole(rows.slice(0, 50))
+    (tmp_path / "arrived").write_bytes(body)
+    upload = table.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+    with table._changing() as db:
+        for column in ("due", "in_all"):
+            db.execute(f"ALTER TABLE uploads DROP COLUMN {column}")
+    (tmp_path / "exchange" / "incoming").mkdir()
+    former = tmp_path / "exchange" / "incoming" / f"part-{upload}.parquet"
+    table.path(UPLOADS, upload).rename(former)
+    exchange = Exchange(tmp_path / "exchange")
+    assert exchange.due() is not None
+    assert exchange.path(UPLOADS, upload).read_bytes() == body
+    assert not former.exists()
