@@ -252,9 +252,7 @@ async def submit(request: Request) -> schema.Submission:
     return await take(exchange, state.settings, key, length, stream, token, state.uploading)
 
 
-@_router.get(
-    "/v1/measurements", summary="The uploads whose rows are in the data", responses=_refusals(404)
-)
+@_router.get("/v1/measurements", summary="The uploads in the data", responses=_refusals(404))
 async def submissions(request: Request) -> schema.SubmissionsReply:
     return schema.SubmissionsReply(await asyncio.to_thread(_exchange(request.app).admitted))
 
@@ -367,21 +365,16 @@ def _generation(scope: Scope) -> Generation:
     return loaded.current if version is None else loaded.find(version)
 
 
-@_router.post(
-    "/v1/models/reload",
-    summary="Read models and the plan again",
-    responses=_refusals(401, 403, 409, 503),
-)
+_CHANGES = _refusals(401, 403, 409, 503)
+
+
+@_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_CHANGES)
 async def reload(request: Request) -> schema.ChangeReply:
     """All workers answer by what was read when this is answered, or none does."""
     return await _change(request, "reload")
 
 
-@_router.post(
-    "/v1/models/rollback",
-    summary="Return to what answered before",
-    responses=_refusals(401, 403, 409, 503),
-)
+@_router.post("/v1/models/rollback", summary="Return to what answered", responses=_CHANGES)
 async def rollback(request: Request) -> schema.ChangeReply:
     """All workers answer by the former models and plan when this is answered, or none does."""
     return await _change(request, "rollback")

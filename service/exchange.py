@@ -25,7 +25,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -73,6 +73,9 @@ _PIECE = 262_144
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 3600.0
 _MOST_REASON = 500  # characters
 _log = logging.getLogger(__name__)
+
+
+Counts = Mapping[str, int]  # by device
 
 
 class Exchange:
@@ -188,16 +191,18 @@ class Exchange:
         self._set([upload], f"attempts = {attempts + 1}, due = {due}", "received", reason)
         _log.error("upload %s cannot be checked: %s", upload.id[:12], readable(reason))
 
+    def files(self, room: str) -> list[Path]:
+        """Return the measurements in a room of the folder."""
+        return sorted((self.folder / room).glob("*.parquet"))
+
     def data(self) -> list[Path]:
         """Return the parts of the data: of uploads that are admitted, and files that the operator
         has put beside them."""
         others = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state != 'admitted'")}
-        files = sorted((self.folder / ADMITTED).glob("*.parquet"))
+        files = self.files(ADMITTED)
         return [path for path in files if path.stem.removeprefix("part-") not in others]
 
-    def admit(
-        self, upload: str, *, rows: int, in_all: int, devices: Mapping[str, int], wanted: int
-    ) -> None:
+    def admit(self, upload: str, rows: int, in_all: int, devices: Counts, wanted: int) -> None:
         """Say that `rows` of an upload, whose part is written, are in the data; in the same step
         ask for a retraining of each of `devices`, with its number of rows, that has `wanted` new
         ones."""
@@ -253,11 +258,9 @@ class Exchange:
     def _requeue(self, uploads: Sequence[Submission]) -> None:
         self._set(uploads, "rows = NULL, attempts = 0, due = 0", "received", None)
 
-    def _set(
-        self, uploads: Sequence[Submission], change: str, state: str, reason: str | None
-    ) -> None:
+    def _set(self, uploads: Iterable[Submission], change: str, state: str, why: str | None) -> None:
         """Say what becomes of uploads, none of which is in the data any more."""
-        said = None if reason is None else readable(reason)
+        said = None if why is None else readable(why)
         query = f"UPDATE uploads SET {change}, state = ?, reason = ? WHERE id = ?"
         with self._changing() as db:
             db.executemany(query, [(state, said, upload.id) for upload in uploads])
@@ -287,6 +290,9 @@ class Exchange:
         """Return all jobs, the latest first."""
         query = "SELECT id, kind, device, state, started, ended, reason FROM jobs ORDER BY id DESC"
         return [Job(*row) for row in self._rows(query)]
+
+    def job(self, number: int) -> Job:
+        return next(job for job in self.jobs() if job.id == number)
 
     def add_job(self, device: str) -> Job:
         """Ask for a retraining for a device, unless one waits already."""
@@ -410,9 +416,8 @@ class _Arriving:
         self._file, self._path = os.fdopen(handle, "wb"), Path(name)
 
     def _check(self, size: int) -> None:
-        limit, quota = (
-            2**20 * n for n in (self._settings.max_upload_mib, self._settings.quota_mib)
-        )
+        settings = self._settings
+        limit, quota = 2**20 * settings.max_upload_mib, 2**20 * settings.quota_mib
         if size > limit:
             allowed = f"{limit} bytes"
             message = f"the body has {size} bytes or more; allowed: {allowed}"
@@ -420,10 +425,8 @@ class _Arriving:
         used = self._exchange.used(self._token)
         if used + size > quota:
             message = f"{used} bytes came with this token within a day; allowed: {quota}"
-            later = {"retry-after": "3600"}
-            raise RequestError(
-                429, "quota_exceeded", message, "body", None, f"{quota} bytes", later
-            )
+            allowed, later = f"{quota} bytes", {"retry-after": "3600"}
+            raise RequestError(429, "quota_exceeded", message, "body", None, allowed, later)
 
     def write(self, piece: bytes) -> None:
         self._size += len(piece)

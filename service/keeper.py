@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,20 +29,8 @@ from confpred.concurrency import end_with
 from confpred.errors import ConfpredError
 
 from . import Settings, logs
+from . import exchange as rooms
 from .child import command
-from .exchange import (
-    ADMITTED,
-    BASE,
-    CONTROLS,
-    HOLDOUT,
-    KEPT,
-    PUBLISHED,
-    UPLOADS,
-    Exchange,
-    newest_models,
-    published,
-    readable,
-)
 from .schema import Job, Submission
 
 _IDLE_S = 0.2  # between looks for something to do
@@ -55,7 +44,7 @@ class Keeper:
 
     def __init__(self, settings: Settings, supervisor: int) -> None:
         self._settings, self._supervisor = settings, supervisor
-        self._exchange = Exchange(Path(settings.exchange or ""))
+        self._exchange = rooms.Exchange(Path(settings.exchange or ""))
         self._checker: subprocess.Popen[str] | None = None
         self._job: tuple[int, subprocess.Popen[str]] | None = None
 
@@ -105,14 +94,14 @@ class Keeper:
             if process.poll() is None:
                 return
             self._job = None
-            (job,) = (job for job in exchange.jobs() if job.id == number)
+            job = exchange.job(number)
             if job.state == "running" and not settled(exchange, job, self._supervisor):
                 exchange.set_job(number, "failed", f"its process ended with {process.returncode}")
         waiting = [job for job in exchange.jobs() if job.state == "queued"]
         if waiting:
             job = waiting[-1]
             exchange.set_job(job.id, "running")
-            self._job = job.id, self._start(str(job.id), job.device, str(self._supervisor))
+            self._job = job.id, self._start(str(job.id), str(self._supervisor))
 
 
 def check_all(settings: Settings) -> None:
@@ -120,12 +109,12 @@ def check_all(settings: Settings) -> None:
     of the server for which it cannot be checked."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # as a library may print
-        exchange, models = Exchange(Path(settings.exchange or "")), dict[Path, Any]()
+        exchange = rooms.Exchange(Path(settings.exchange or ""))
         for name in map(str.strip, sys.stdin):
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MOST_S, hard))
             try:
-                reply = _check(settings, exchange, models, exchange.named(name)[0])
+                reply = _check(settings, exchange, exchange.named(name)[0])
             except MemoryError:
                 reply = {"refused": f"its check takes more than {MOST_MEMORY} bytes of memory"}
             except (ConfpredError, OSError) as error:
@@ -133,37 +122,36 @@ def check_all(settings: Settings) -> None:
             print(json.dumps(reply), file=answers, flush=True)
 
 
-def _check(
-    settings: Settings, exchange: Exchange, models: dict[Path, Any], upload: Submission
-) -> dict[str, Any]:
-    """Check an upload, and write its new rows as a part of the data; `models` are loaded."""
-    from confpred.data.parquet import write
+@lru_cache(maxsize=16)
+def _loaded(folder: Path) -> Any:
     from confpred.model.folder import load_model
+
+    return load_model(folder, in_parts=True)
+
+
+def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> dict[str, Any]:
+    """Check an upload, and write its new rows as a part of the data."""
+    from confpred.data.parquet import new_rows, write
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.retraining.admission import Refused, check_shard, new_rows
+    from confpred.retraining.admission import Refused, check_shard
     from confpred.retraining.exchanged import TOKEN
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    path, part = (exchange.path(room, upload.id) for room in (UPLOADS, ADMITTED))
+    path, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
     file = path if path.exists() else part  # of former versions there is the part alone
     if not file.exists():
         return {"refused": "its file was removed"}
-    used = newest_models(settings)
-    kept = {p: models.get(p) or load_model(p, in_parts=True) for p in used.values()}
-    models.clear()
-    models.update(kept)
-    controls = sorted((exchange.folder / CONTROLS).glob("*.parquet"))
+    models = {device: _loaded(path) for device, path in rooms.newest_models(settings).items()}
     try:
-        shard = check_shard(file, {device: models[p] for device, p in used.items()}, controls)
+        shard = check_shard(file, models, exchange.files(rooms.CONTROLS))
     except Refused as error:
         reason = str(error).removeprefix(f"{file}: ").replace(str(file), "the file")
         return {"refused": reason, "run_ids": [*error.run_ids]}
     if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:
         return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
     rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
-    if not rows.num_rows:
-        part.unlink(missing_ok=True)
-    else:
+    part.unlink(missing_ok=True)
+    if rows.num_rows:
         known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
         write(rows.replace_schema_metadata(known), part)
     taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
@@ -171,42 +159,36 @@ def _check(
 
 
 def retrain(
-    settings: Settings, exchange: Exchange, number: int, device: str, supervisor: int | None = None
+    settings: Settings, exchange: rooms.Exchange, job: Job, supervisor: int | None = None
 ) -> None:
-    """Retrain for a device, and publish the model if it is better; the job says how that ended."""
+    """Retrain a device, and publish the model if it is better; the job says how that ended."""
     from confpred.model.folder import publish
     from confpred.retraining import exchanged
 
-    (job,) = (job for job in exchange.jobs() if job.id == number)
-    base, holdout = (sorted((exchange.folder / room).glob("*.parquet")) for room in (BASE, HOLDOUT))
+    data, holdout = exchange.files(rooms.BASE) + exchange.data(), exchange.files(rooms.HOLDOUT)
+    how: dict[str, Any] = {"device": job.device, "facts": {"job": [job.id, job.started]}}
     with TemporaryDirectory(prefix="confpred-retrain-") as folder:
-        trained = Path(folder) / "model"
+        made, models = Path(folder) / "model", rooms.newest_models(settings)
         try:
-            outcome = exchanged.retrain_from(
-                [*base, *exchange.data()],
-                newest_models(settings),
-                trained,
-                holdout=holdout,
-                device=device,
-                say=_log.info,
-                facts={"job": [job.id, job.started]},
+            found = exchanged.retrain_from(
+                data, models, made, holdout=holdout, say=_log.info, **how
             )
-            if outcome.verdict.better:
-                publish(trained, exchange.folder / PUBLISHED)
+            if found.verdict.better:
+                publish(made, exchange.folder / rooms.PUBLISHED)
         except (ConfpredError, OSError) as error:
-            return exchange.set_job(number, "failed", readable(str(error)))
-    if not (outcome.verdict.better and settled(exchange, job, supervisor)):
-        return exchange.set_job(number, "kept", outcome.why)
-    of_device = [path for path, each in published(exchange.folder) if each.card.device == device]
-    for old in of_device[KEPT:]:
+            return exchange.set_job(job.id, "failed", rooms.readable(str(error)))
+    if not (found.verdict.better and settled(exchange, job, supervisor)):
+        return exchange.set_job(job.id, "kept", found.why)
+    known = rooms.published(exchange.folder)
+    for old in [path for path, read in known if read.card.device == job.device][rooms.KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
     return None
 
 
-def settled(exchange: Exchange, job: Job, supervisor: int | None) -> bool:
+def settled(exchange: rooms.Exchange, job: Job, supervisor: int | None) -> bool:
     """Have the model that a job has published loaded, and then say so; False if there is none. The
     model's card names the job, so that this can be done again after a kill at any moment."""
-    for path, read in published(exchange.folder):
+    for path, read in rooms.published(exchange.folder):
         content = read.card.content
         if content.get("job") == [job.id, job.started]:
             if supervisor is not None:
@@ -232,7 +214,6 @@ def main() -> None:
     elif job == ["check"]:
         check_all(settings)
     else:
-        number, device, supervisor = job
-        exchange = Exchange(Path(settings.exchange or ""))
-        retrain(settings, exchange, int(number), device, int(supervisor))
+        exchange, (number, supervisor) = rooms.Exchange(Path(settings.exchange or "")), job
+        retrain(settings, exchange, exchange.job(int(number)), int(supervisor))
     logging.shutdown()

@@ -46,17 +46,11 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {
     "confpred_requests": Family("HTTP requests.", ("route", "status")),
-    "confpred_request_seconds": Family(
-        "Time to serve a request.", ("route",), "histogram", _SECONDS
-    ),
+    "confpred_request_seconds": Family("Times of requests.", ("route",), "histogram", _SECONDS),
     "confpred_in_flight_requests": Family("Requests under way.", (), "gauge"),
     "confpred_replies": Family("Predict replies, by what had them ready.", ("origin",)),
-    "confpred_problems": Family(
-        "Problems answered, by the source of the best choice.", ("source",)
-    ),
-    "confpred_batch_problems": Family(
-        "Problems in a request that was answered.", (), "histogram", _PROBLEMS
-    ),
+    "confpred_problems": Family("Problems answered, by the best choice's source.", ("source",)),
+    "confpred_batch_problems": Family("Problems of a request.", (), "histogram", _PROBLEMS),
     "confpred_worked_out_problems": Family("Problems worked out, as they were not in memory."),
     "confpred_dropped_requests": Family("Requests given up, by the reason.", ("reason",)),
     "confpred_queued_requests": Family("Requests that wait for work.", (), "gauge"),
@@ -65,9 +59,7 @@ FAMILIES: Mapping[str, Family] = {
     "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
     "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
     "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
-    "confpred_uploads": Family(
-        "Uploads of measurements, by what became of them.", ("state",), "gauge"
-    ),
+    "confpred_uploads": Family("Uploads, by what became of them.", ("state",), "gauge"),
     "confpred_upload_bytes": Family("Bytes of all uploads."),
     "confpred_jobs": Family("Retraining jobs, by state.", ("state",), "gauge"),
     "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),

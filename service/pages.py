@@ -61,30 +61,14 @@ _ANSWERS = {
     "always PyTorch's": "PyTorch's operator alone",
 }
 #: The fields of a problem in the form, in groups, and their names for people.
+_NAMES = {
+    "Tensors": "n batch size, c input channels, h input height, w input width, k output channels",
+    "Filter": "r filter height, s filter width, stride, padding, dilation, groups",
+    "Computation": "dtype data type, direction, activation, bias, residual, deterministic",
+}
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "Tensors": {
-        "n": "batch size",
-        "c": "input channels",
-        "h": "input height",
-        "w": "input width",
-        "k": "output channels",
-    },
-    "Filter": {
-        "r": "filter height",
-        "s": "filter width",
-        "stride": "stride",
-        "padding": "padding",
-        "dilation": "dilation",
-        "groups": "groups",
-    },
-    "Computation": {
-        "dtype": "data type",
-        "direction": "direction",
-        "activation": "activation",
-        "bias": "bias",
-        "residual": "residual",
-        "deterministic": "deterministic",
-    },
+    title: {words.split()[0]: words.partition(" ")[2] or words for words in names.split(", ")}
+    for title, names in _NAMES.items()
 }
 
 
@@ -292,9 +276,7 @@ def times_chart(answer: LayerExplanation) -> Chart:
         Bar(label, "no prediction" if ms is None else f"{ms:.4f} ms", (ms or 0.0) / most, ours=ours)
         for label, ms, ours in rows
     ]
-    about = (
-        f"One bar a candidate, expected time of a launch. The line is the roofline, {floor:.4f} ms."
-    )
+    about = f"A bar a candidate, its expected time; the line is the roofline, {floor:.4f} ms."
     return Chart("times", "Expected times", about, bars, floor / most)
 
 

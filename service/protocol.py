@@ -268,9 +268,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
     """Return the protocol with the limits of `settings`."""
-    return type(
-        "_Protocol", (LimitedProtocol,), {"limits": settings, "on_refused": staticmethod(refused)}
-    )
+    own = {"limits": settings, "on_refused": staticmethod(refused)}
+    return type("_Protocol", (LimitedProtocol,), own)
 
 
 def connections(server: uvicorn.Server) -> list[LimitedProtocol]:

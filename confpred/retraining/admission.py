@@ -11,26 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from confpred.cuda.epilogue import FILE as EPILOGUE
+from confpred.data import parquet
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import (
-    ROW,
-    operation_in,
-    problem_columns,
-    read,
-    read_checked,
-    rows_beyond,
-    schema,
-)
+from confpred.data.parquet import ROW, operation_in, problem_columns, rows_beyond
 from confpred.errors import DataError, InvalidInput, ModelError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH
@@ -66,10 +57,6 @@ FAST, SLOW = -0.4, 0.9
 CLOSE, MOST_OFF, SOME = 1.5, 0.02, 3
 #: Fewer times say nothing of a file as a whole, and so many of a file's problems are looked at.
 _LEAST, _LOOKED_AT = 20, 150
-#: Columns that identify a measurement beside its problem, whoever sends it under whatever run id.
-_CONTENT = ("device", "family", "config", "source_digest", "cudnn_mode", "status", "time_ms")
-#: Column of the parts that were admitted: the digest of a row's content.
-CONTENT = "content"
 
 
 class Refused(DataError):
@@ -119,11 +106,12 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
     """
     with _blaming():
         operation = operation_of_file(path)
-        _check_size(path, operation)
-    known = [read(file, operation) for file in controls if operation_in(file) == operation.name]
-    reference = pa.concat_tables([schema(operation).empty_table(), *known])
+        parquet.check_size(path, operation, rows=MOST_ROWS, size=MOST_BYTES, text=MOST_TEXT)
+    own = (file for file in controls if operation_in(file) == operation.name)
+    known = [parquet.read(file, operation) for file in own]
+    reference = pa.concat_tables([parquet.schema(operation).empty_table(), *known])
     with _blaming():
-        checked = read_checked([path], operation, whole=True)
+        checked = parquet.read_checked([path], operation, whole=True)
         table = checked.table.drop_columns([ROW])
         keys = [*problem_columns(operation), "device", "family", "config", "source_digest"]
         times = table.filter(pc.field("status") == "ok").select([*keys, "time_ms", "run_id"])
@@ -142,36 +130,6 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         table.num_rows,
         tuple(pc.unique(table["run_id"]).to_pylist()),
     )
-
-
-def _check_size(path: Path, operation: Operation) -> None:
-    """Refuse a file that is too large to read: a few bytes can stand for gigabytes of text."""
-    texts = [field.name for field in schema(operation) if pa.types.is_string(field.type)]
-    try:
-        file = pq.ParquetFile(path, read_dictionary=texts, page_checksum_verification=True)
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        rows, unpacked = file.metadata.num_rows, sum(each.total_byte_size for each in groups)
-        if not 0 < rows <= MOST_ROWS or unpacked > MOST_BYTES:
-            raise DataError(
-                f"{rows} rows of {unpacked} bytes; allowed: 1 to {MOST_ROWS} rows of {MOST_BYTES} "
-                "bytes in all"
-            )
-        for name in (name for name in texts if name in file.schema_arrow.names):
-            in_all = 0
-            for part in file.read(columns=[name], use_threads=False)[name].chunks:
-                if not pa.types.is_dictionary(part.type):
-                    break  # no text, which reading refuses
-                lengths = pc.binary_length(part.dictionary).fill_null(0)
-                longest = pc.max(lengths).as_py() or 0
-                in_all += pc.sum(lengths.take(part.indices)).as_py() or 0
-                if longest > MOST_TEXT or in_all > MOST_BYTES:
-                    raise DataError(
-                        f"column {name} has a text of {longest} bytes, and {in_all} bytes in all; "
-                        f"allowed: {MOST_TEXT}, and {MOST_BYTES} in all"
-                    )
-    except (OSError, pa.ArrowException, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
 
 
 def _check_controls(times: pa.Table, reference: pa.Table, keys: Sequence[str]) -> None:
@@ -285,40 +243,16 @@ def _compare(t: Timings, learned: FamilyModel) -> _Compared:
     expected, at = np.empty(len(rows)), np.searchsorted(t.rows, rows)
     expected[at] = seconds
     logs = np.log(t.time_ms * 1e-3 / expected)
-    first, second = (np.argsort(np.argsort(each)) for each in (t.time_ms, expected))
-    with np.errstate(invalid="ignore"):  # a single config has no order
-        ranks = np.corrcoef(first, second)
+    apart = np.argsort(np.argsort(t.time_ms)) - np.argsort(np.argsort(expected))
+    ranks = 1 - 6 * float((apart**2).sum()) / max(1, len(apart) ** 3 - len(apart))
     close = logs[expected < CLOSE * seconds[0]]
     beside, nearly = logs - np.median(logs), close - np.median(close)
-    return _Compared(float(logs[at[0]]), float(ranks[0, 1]), beside, nearly)
+    return _Compared(float(logs[at[0]]), ranks, beside, nearly)
 
 
 def believed(t: Timings, learned: FamilyModel) -> Timings:
     """Return the times that are not far off what a model expects beside the problem's others."""
     beside = _compare(t, learned).beside
     keep = (beside >= FAST) & (beside <= SLOW)
-    return replace(
-        t, rows=t.rows[keep], time_ms=t.time_ms[keep], spread_ms=t.spread_ms[keep], registers=None
-    )
-
-
-def content_of(table: pa.Table, operation: Operation) -> NDArray[np.int64]:
-    """Return a digest of each row's problem, config and time: rows of one digest are one
-    measurement, under whatever run id and time of day."""
-    columns = [pc.cast(table[n], pa.string()) for n in (*problem_columns(operation), *_CONTENT)]
-    words = pc.binary_join_element_wise(*columns, "|", null_handling="replace")
-    digests = b"".join(blake2b(row.encode(), digest_size=8).digest() for row in words.to_pylist())
-    return np.frombuffer(digests, np.int64)
-
-
-def new_rows(table: pa.Table, parts: Sequence[Path], operation: Operation) -> pa.Table:
-    """Return the rows of `table` whose content no part has, each once, with a column of it."""
-    content, first = np.unique(content_of(table, operation), return_index=True)
-    for part in parts:
-        with pq.ParquetFile(part) as file:
-            if CONTENT in file.schema_arrow.names:
-                known = file.read(columns=[CONTENT], use_threads=False)[CONTENT].to_numpy()
-                new = ~np.isin(content, known)
-                content, first = content[new], first[new]
-    order = np.argsort(first)
-    return table.take(first[order]).append_column(CONTENT, pa.array(content[order]))
+    parts = {name: getattr(t, name)[keep] for name in ("rows", "time_ms", "spread_ms")}
+    return replace(t, **parts, registers=None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,13 +28,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from confpred.data.parquet import (
     ROW,
     CheckedRows,
     operation_in,
-    problem_columns,
     read_checked,
     shards_in,
 )
@@ -52,8 +49,9 @@ from confpred.problem.record import Record
 from confpred.retraining.admission import believed
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
-from confpred.training.dataset import Dataset, Timings, data_files, measured_on, read_dataset
-from confpred.training.fit import Hyperparameters, grow_order
+from confpred.training import dataset
+from confpred.training.dataset import Dataset, Timings, capped, data_files, read_dataset
+from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
 log = logging.getLogger(__name__)
@@ -115,9 +113,7 @@ def retrain_from(
     files = [file for file in data_files(data) if _is_readable(file, say)]
     uploads = [file for file in files if token_of(file)]
     if not (own := [file for file in files if file not in uploads]):
-        raise DataError(
-            f"no file has measurements of {CONVOLUTION.name} that are the operator's own"
-        )
+        raise DataError(f"no file has measurements of {CONVOLUTION.name} of the operator's own")
     base = read_dataset(own, device)
     networks = {name for t in base.timings for name in t.networks}
     judges = sorted(name for name in networks if is_held_out([name]))
@@ -150,7 +146,7 @@ def retrain_from(
     hyper = hyper or Hyperparameters()
     orders, verdicts, learned = {}, {}, {}
     for name, timings in sorted(_uploaded(uploads, base, old, layers, say).items()):
-        text = _order(old.families[name], base, timings, hyper)
+        text = teach(old.families[name], base, timings, hyper)
         new_one = replace(old.families[name], taught=Trees(text.encode(), name))
         verdicts[name] = verdict = judged(held, old.families[name], new_one)
         say(f"{name}, by {sum(len(t.rows) for t in timings):,} uploaded times: {verdict.why}")
@@ -235,12 +231,12 @@ def _uploaded(
     mean = base.rows / max(1, sum(count > 0 for count in counts.values()))
     for columns, share in ((("token", "run_id"), OF_RUN), (("token",), OF_TOKEN)):
         most = {name: share * max(count, mean) for name, count in counts.items()}
-        table = table.take(_within(table, ("family", *columns), most))
+        table = table.take(capped(table, CONVOLUTION, ("family", *columns), most))
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
     rows = CheckedRows(table, (*files,), (table.num_rows,))
     known = {(t.problem, t.family): t.rows for t in base.timings}
     found: dict[str, list[Timings]] = defaultdict(list)
-    for t in measured_on(old.device.key, rows, CONVOLUTION).timings:
+    for t in dataset.measured_on(old.device.key, rows, CONVOLUTION).timings:
         new = ~np.isin(t.rows, known.get((t.problem, t.family), ()))
         learned = old.families[t.family]
         if t.problem.layer() in layers or not learned.serves(t.problem) or not new.any():
@@ -250,34 +246,6 @@ def _uploaded(
         if len(kept.rows):
             found[t.family].append(kept)
     return found
-
-
-def _within(table: pa.Table, columns: Sequence[str], most: Mapping[str, float]) -> NDArray[np.intp]:
-    """Return the numbers of rows of which each group by `columns`, a family first, has no more than
-    its family may: whole problems in an order that nobody chooses."""
-    words = pc.binary_join_element_wise(
-        *(pc.cast(table[name], pa.string()) for name in problem_columns(CONVOLUTION)), "|"
-    ).to_pylist()
-    groups = [*zip(*(table[name].to_pylist() for name in columns), strict=True)]
-    order = sorted(range(len(words)), key=lambda row: (zlib.crc32(words[row].encode()), row))
-    taken: Counter[tuple[str, ...]] = Counter()
-    kept = []
-    for row in order:
-        taken[groups[row]] += 1
-        if taken[groups[row]] <= most[groups[row][0]]:
-            kept.append(row)
-    return np.sort(np.array(kept, np.intp))
-
-
-def _order(
-    learned: FamilyModel, base: Dataset, uploaded: Sequence[Timings], hyper: Hyperparameters
-) -> str:
-    """Return trees that order the configs of a family, from the base's times of its pool and those
-    that were uploaded."""
-    pool = {family.name: replace(learned, family=family) for family in learned.pool.families}
-    timings = [*(t for t in base.everywhere if t.family in pool), *uploaded]
-    features = [pool[t.family].features(t.problem, t.device, t.rows) for t in timings]
-    return grow_order(np.concatenate(features), learned.pool.feature_names, timings, hyper, 0)
 
 
 def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:

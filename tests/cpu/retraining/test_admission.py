@@ -12,10 +12,10 @@ import pytest
 from slow import slow_but
 
 from confpred.data.measurements import problem_of_row
-from confpred.data.parquet import operation_in, problem_columns
+from confpred.data.parquet import content_of, new_rows, operation_in, problem_columns
 from confpred.families.registry import all_operations
 from confpred.model.folder import Model, NewestModels
-from confpred.retraining.admission import Refused, check_shard, content_of, new_rows
+from confpred.retraining.admission import Refused, check_shard
 
 ROOT = Path(__file__).parents[3]
 PARTS = sorted(path for path in (ROOT / "datasets").rglob("part-*.parquet"))

@@ -27,7 +27,7 @@ from confpred.retraining import exchanged
 from confpred.retraining.exchanged import TOKEN, measurements_at, pairs, retrain_from
 from confpred.retraining.offers import is_held_out
 from confpred.training.dataset import read_dataset
-from confpred.training.fit import Hyperparameters
+from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
 NETWORKS, CONFIGS = 20, 40
@@ -168,7 +168,7 @@ def real(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     uploaded(rows, made / "slowed")
     shipped = sorted((repository / "models").glob("h100-*"))[-1]
     data, learned = read_dataset([made / "base"], "h100"), load_model(shipped).families[FAMILY]
-    text = exchanged._order(learned, data, [], Hyperparameters())
+    text = teach(learned, data, [], Hyperparameters())
     exchanged._write(shipped, made / "model", {TAUGHT_TREES.format(FAMILY): text.encode()}, {})
     (made / "holdout").symlink_to(repository / "datasets" / "holdout" / "h100")
     return {path.name: path for path in made.iterdir()}

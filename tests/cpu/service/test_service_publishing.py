@@ -318,7 +318,7 @@ def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
     settings = Settings(model=str(tmp_path / "models"), exchange=str(tmp_path / "exchange"))
     exchange = Exchange(tmp_path / "exchange")
     for device in ("h200", *["h100"] * 7):
-        keeper.retrain(settings, exchange, exchange.add_job(device).id, device)
+        keeper.retrain(settings, exchange, exchange.add_job(device))
     assert {job.state for job in exchange.jobs()} == {"published"}
     kept = [(known.card.device, known.card.created[:4]) for _, known in published(exchange.folder)]
     assert kept == [*(("h100", str(year)) for year in range(2038, 2033, -1)), ("h200", "2031")]
