@@ -31,19 +31,15 @@ from confpred.problem.device import KNOWN, get_device
 
 from . import Settings, generations, logs, pages, requests, schema, tokens
 from .child import Channel, Gone
-from .exchange import ADMITTED, Exchange, announced_id, published, take
-from .generations import Generation, Loaded
+from .exchange import ADMITTED, Exchange, announced_id, take
+from .generations import Generation, Loaded, published
 from .metrics import Metrics, exposition
 from .predict import Predict
 from .requests import RequestError, shorten
 
 #: Scopes that a token needs to send something to a path; all else needs ``read``.
-SCOPES: Mapping[str, tokens.Scope] = {
-    "/v1/models/reload": "admin",
-    "/v1/models/rollback": "admin",
-    "/v1/jobs": "admin",
-    "/v1/measurements": "write",
-}
+SCOPES: dict[str, tokens.Scope] = {"/v1/jobs": "admin", "/v1/measurements": "write"}
+SCOPES |= dict.fromkeys(("/v1/models/reload", "/v1/models/rollback"), "admin")
 #: Headers of browsers and of proxies.
 _FOREIGN = ("origin", "x-forwarded-for", "forwarded")
 #: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
@@ -144,16 +140,10 @@ def _predict_route(predict: Predict) -> APIRoute:
 
     async def described() -> None: ...
 
-    route = APIRoute(
-        "/v1/predict",
-        described,
-        methods=["POST"],
-        name="predict",
-        summary="The best configs of one problem or many",
-        response_model=schema.PredictReply,
-        responses=_refusals(400, 404, 413, 415, 422, 429, 500, 503),
-        openapi_extra=schema.PREDICT_BODY,
-    )
+    known = {"name": "predict", "summary": "The best configs of one problem or many"}
+    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **known}
+    how["responses"] = _refusals(400, 404, 413, 415, 422, 429, 500, 503)
+    route = APIRoute("/v1/predict", described, openapi_extra=schema.PREDICT_BODY, **how)
     route.app = predict
     return route
 

@@ -20,14 +20,12 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,20 +33,16 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from confpred.errors import InvalidInput, ModelError, StorageError
-from confpred.model.card import CARD, Card, read_card, refusing
-from confpred.model.folder import model_folders, shipped_models
+from confpred.errors import InvalidInput, StorageError
 
 from . import Settings
+from .generations import PUBLISHED, WITHDRAWN, published, set_aside
 from .requests import RequestError, shorten
 from .schema import PARQUET, Job, Submission
 
 UPLOADS, ADMITTED = "uploads", "admitted"
-PUBLISHED, WITHDRAWN = "models", "withdrawn"
 BASE, HOLDOUT, CONTROLS = "base", "holdout", "controls"
 _ROOMS = (UPLOADS, ADMITTED, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
-#: Published models of a device that are kept.
-KEPT = 5
 _TABLES = """
 CREATE TABLE IF NOT EXISTS uploads (
     id TEXT PRIMARY KEY, state TEXT NOT NULL, rows INTEGER, reason TEXT, received REAL NOT NULL,
@@ -92,12 +86,9 @@ class Exchange:
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                folder / "exchange.sqlite",
-                timeout=30,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            how: dict[str, Any] = {"timeout": 30, "isolation_level": None}
+            file, how["check_same_thread"] = folder / "exchange.sqlite", False
+            self._db: sqlite3.Connection = sqlite3.connect(file, **how)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
             for column in _ADDED:
                 with contextlib.suppress(sqlite3.OperationalError):  # it is there
@@ -241,7 +232,7 @@ class Exchange:
         self._set(uploads, "rows = NULL", "revoked", "revoked by the operator")
         for path, read in published(self.folder):
             if {each.id for each in uploads} & set(read.card.content.get("uploads", ())):
-                _withdraw(path)
+                set_aside(path)
                 withdrawn.append(path.name)
         self._requeue(self._submissions("WHERE state = 'admitted' AND rows < in_all"))
         return withdrawn
@@ -331,65 +322,6 @@ def readable(text: str) -> str:
     """Return the start of a text that somebody sent, on one line."""
     shown = text[:_MOST_REASON].encode("unicode_escape").decode()
     return shown if len(text) <= _MOST_REASON else f"{shown}..."
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The card of a published model, and the digest of the card."""
-
-    card: Card
-    digest: str
-
-
-def published(folder: Path) -> list[tuple[Path, Published]]:
-    """Return the models that an exchange in `folder` has published, the newest first."""
-    found = []
-    for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
-        with contextlib.suppress(ModelError):  # it has just been removed, or is none
-            text, content = read_card(path.parent)
-            with refusing(path.parent):
-                known = Published(Card.from_json(content), hashlib.sha256(text).hexdigest())
-            found.append((path.parent, known))
-    return sorted(found, key=lambda each: each[1].card.created, reverse=True)
-
-
-def newest_models(settings: Settings) -> dict[str, Path]:
-    """Return the newest model folder for each device, of those of the operator and those that a
-    retraining has published.
-
-    Raises:
-        ModelError: a card is damaged.
-    """
-    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
-    if settings.exchange is None:
-        return found
-    for path, known in reversed(published(Path(settings.exchange))):
-        own = found.get(known.card.device)
-        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
-            found[known.card.device] = path
-    return found
-
-
-def withdraw(settings: Settings, generation: Path | None) -> bool:
-    """Withdraw published models, so that no reload takes them up again: those newer than the models
-    of the generation in a folder, or without one the newest; whether there were any."""
-    if settings.exchange is None:
-        return False
-    folder, passed, gone = Path(settings.exchange), set(), 0
-    cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
-    digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
-    for path, known in published(folder)[: 1 if generation is None else None]:
-        if known.digest in digests:
-            passed.add(known.card.device)
-        if known.card.device not in passed:
-            _withdraw(path)
-            gone += 1
-    return gone > 0
-
-
-def _withdraw(model: Path) -> None:
-    name = f"{model.name}-{secrets.token_hex(4)}"
-    os.replace(model, model.parents[1] / WITHDRAWN / name)
 
 
 def _shown(when: float) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError
 
-from . import Settings, logs
+from . import Settings, generations, logs
 from . import exchange as rooms
 from .child import command
 from .schema import Job, Submission
@@ -141,7 +141,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     file = path if path.exists() else part  # of former versions there is the part alone
     if not file.exists():
         return {"refused": "its file was removed"}
-    models = {device: _loaded(path) for device, path in rooms.newest_models(settings).items()}
+    models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}
     try:
         shard = check_shard(file, models, exchange.files(rooms.CONTROLS))
     except Refused as error:
@@ -168,19 +168,19 @@ def retrain(
     data, holdout = exchange.files(rooms.BASE) + exchange.data(), exchange.files(rooms.HOLDOUT)
     how: dict[str, Any] = {"device": job.device, "facts": {"job": [job.id, job.started]}}
     with TemporaryDirectory(prefix="confpred-retrain-") as folder:
-        made, models = Path(folder) / "model", rooms.newest_models(settings)
+        made, models = Path(folder) / "model", generations.newest_models(settings)
         try:
             found = exchanged.retrain_from(
                 data, models, made, holdout=holdout, say=_log.info, **how
             )
             if found.verdict.better:
-                publish(made, exchange.folder / rooms.PUBLISHED)
+                publish(made, exchange.folder / generations.PUBLISHED)
         except (ConfpredError, OSError) as error:
             return exchange.set_job(job.id, "failed", rooms.readable(str(error)))
     if not (found.verdict.better and settled(exchange, job, supervisor)):
         return exchange.set_job(job.id, "kept", found.why)
-    known = rooms.published(exchange.folder)
-    for old in [path for path, read in known if read.card.device == job.device][rooms.KEPT :]:
+    known = generations.published(exchange.folder)
+    for old in [path for path, read in known if read.card.device == job.device][generations.KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
     return None
 
@@ -188,7 +188,7 @@ def retrain(
 def settled(exchange: rooms.Exchange, job: Job, supervisor: int | None) -> bool:
     """Have the model that a job has published loaded, and then say so; False if there is none. The
     model's card names the job, so that this can be done again after a kill at any moment."""
-    for path, read in rooms.published(exchange.folder):
+    for path, read in generations.published(exchange.folder):
         content = read.card.content
         if content.get("job") == [job.id, job.started]:
             if supervisor is not None:

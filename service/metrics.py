@@ -13,13 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import metrics_core as core
 
 from confpred._version import __version__
 from confpred.model.folder import Model
@@ -138,7 +132,7 @@ class Totals:
         return total
 
 
-def families(counts: Rows) -> Iterator[Metric]:
+def families(counts: Rows) -> Iterator[core.Metric]:
     """Yield `counts` as Prometheus's client writes them."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for name, *key, value in counts:
@@ -148,15 +142,15 @@ def families(counts: Rows) -> Iterator[Metric]:
         if family.kind == "histogram":
             yield _histogram(name, family, found)
             continue
-        kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+        kind = core.GaugeMetricFamily if family.kind == "gauge" else core.CounterMetricFamily
         made = kind(name, family.help, labels=family.labels)
         for labels, value in found.items() or ([] if family.labels else [((), 0)]):
             made.add_metric(labels, value)
         yield made
 
 
-def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
-    made = HistogramMetricFamily(name, family.help, labels=family.labels)
+def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> core.Metric:
+    made = core.HistogramMetricFamily(name, family.help, labels=family.labels)
     for labels in dict.fromkeys(key[:-1] for key in found) or ([] if family.labels else [()]):
         total, buckets = 0.0, []
         for place, most in enumerate((*map(str, map(float, family.buckets)), "+Inf")):
@@ -169,25 +163,25 @@ def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
 class _Collected(NamedTuple):
     """Metrics as a registry has them."""
 
-    metrics: Sequence[Metric]
+    metrics: Sequence[core.Metric]
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[core.Metric]:
         return self.metrics
 
 
 def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = InfoMetricFamily("confpred_build", "The versions that run; always 1.")
+    build = core.InfoMetricFamily("confpred_build", "The versions that run; always 1.")
     build.add_metric((), {"version": __version__, "python": platform.python_version()})
-    answering = InfoMetricFamily("confpred_model", "The models that answer; always 1.")
+    answering = core.InfoMetricFamily("confpred_model", "The models that answer; always 1.")
     for device, model in models.items():
         labels = {"device": device, "version": model.version, "digest": model.digest}
         answering.add_metric((), labels)
-    states: dict[str, Metric] = {}
+    states: dict[str, core.Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
-            empty = Metric(metric.name, metric.documentation, metric.type)
+            empty = core.Metric(metric.name, metric.documentation, metric.type)
             whole = states.setdefault(metric.name, empty)
             for sample in metric.samples:
                 whole.add_sample(sample.name, {"process": name}, sample.value)

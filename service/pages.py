@@ -27,15 +27,8 @@ from starlette.responses import HTMLResponse, Response
 from confpred.errors import DataError, InvalidInput
 from confpred.files import read_json
 from confpred.model.card import DRIFT_FORMAT
+from confpred.predict import explain
 from confpred.predict.choice import MAX_TOP
-from confpred.predict.explain import (
-    LayerExplanation,
-    Table,
-    explain_layers,
-    remark_on,
-    summary,
-    tables,
-)
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device, get_device
@@ -192,7 +185,7 @@ def _home(
             answer = memory.explained.get(asked)
             if answer is None:
                 how: dict[str, Any] = {"predictor": predictor, "layers": memory.layers}
-                answer = next(iter(explain_layers([problem], device, top=top, **how)))
+                answer = next(iter(explain.explain_layers([problem], device, top=top, **how)))
                 memory.explained.put(asked, answer, _EXPLAINED)
         except InvalidInput as refused:
             error = refused
@@ -205,9 +198,9 @@ def _home(
         known={field.name for fields in groups.values() for field in fields},
         groups=groups,
         answer=answer,
-        summary=[] if answer is None else summary(answer),
-        tables=[] if answer is None else tables(answer),
-        remark="" if answer is None else remark_on(answer),
+        summary=[] if answer is None else explain.summary(answer),
+        tables=[] if answer is None else explain.tables(answer),
+        remark="" if answer is None else explain.remark_on(answer),
         times=None if answer is None else times_chart(answer),
         stale={m.version: m.stale for m in predictor.models.values() if m.stale},
         **shown,
@@ -261,7 +254,7 @@ def _question(query: Mapping[str, str], predictor: Predictor) -> Iterator[Field]
     yield Field("top", "candidates to list", top or str(_TOP), f"1 to {MAX_TOP}", required=True)
 
 
-def times_chart(answer: LayerExplanation) -> Chart:
+def times_chart(answer: explain.LayerExplanation) -> Chart:
     """Return the expected times of the choices and of PyTorch's operator; a line marks the
     roofline."""
     rows = [
@@ -297,7 +290,7 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
         ))  # fmt: skip
     used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
     charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
-    return {"models": Table("Models", "", 8, rows), "charts": charts}
+    return {"models": explain.Table("Models", "", 8, rows), "charts": charts}
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
@@ -355,12 +348,12 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
         rows = "" if each.rows is None else f"{each.rows:,}"
         uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
     return {
-        "jobs": Table("The latest jobs", "", 0, jobs),
-        "uploads": Table("The latest uploads of measurements", "", 2, uploads),
+        "jobs": explain.Table("The latest jobs", "", 0, jobs),
+        "uploads": explain.Table("The latest uploads of measurements", "", 2, uploads),
     }
 
 
-def read_drift(folder: str | None) -> Table:
+def read_drift(folder: str | None) -> explain.Table:
     """Return the latest reports of ``confpred drift --json`` in a folder; a file that is none is a
     row that says so."""
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
@@ -377,7 +370,7 @@ def read_drift(folder: str | None) -> Table:
             rows.append((checked, *times, *words))
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))
-    return Table("The latest checks", "", 3, rows)
+    return explain.Table("The latest checks", "", 3, rows)
 
 
 def _modified(path: Path) -> float:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 SLICE_S = 0.004
 _FOR_THE_OLDEST = 4  # of how many slices of a client one is for its oldest request
 _PACE_S = 0.0015  # a problem, until it is known better
+_FIRST = asyncio.FIRST_COMPLETED
 _NEWEST = 0.1  # the weight of the newest slice in what is known
 _CROWDED_S = 1.0
 #: A request waits no longer than this and so many times its own work, whatever it allows: a longer
@@ -129,9 +130,7 @@ class Scheduler:
         job = self._enter(steps, client, estimate, deadline_s)
         try:
             self._check(job)
-            await asyncio.wait(
-                (job.result, gone), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((job.result, gone), timeout=deadline_s, return_when=_FIRST)
             if job.result.done():
                 return job.result.result()
             raise Refused("gone" if gone.done() else "deadline", self._waiting * self._pace_s)

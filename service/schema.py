@@ -99,6 +99,9 @@ class DevicesReply:
     devices: list[ServedDevice]
 
 
+_FIGURES = ("rows", "problems", "networks")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that is loaded, or that is published and can be fetched.
@@ -138,12 +141,7 @@ class ServedModel:
             created=card.created,
             in_use=in_use,
             kernels={family: list(entry.source_digests) for family, entry in card.families.items()},
-            figures={
-                **card.metrics,
-                "rows": card.data.rows,
-                "problems": card.data.problems,
-                "networks": card.data.networks,
-            },
+            figures={**card.metrics, **{n: getattr(card.data, n) for n in _FIGURES}},
         )
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import Settings, exchange, generations, logs, tokens
+from . import Settings, generations, logs, tokens
 from .child import Child, Fields, keep, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
@@ -184,12 +184,12 @@ class Supervisor:
         that were published since are withdrawn."""
         async with self._changing:
             former = self._history[:-1]
-            if not former and exchange.withdraw(self._settings, None):
+            if not former and generations.withdraw(self._settings, None):
                 former = [await asyncio.to_thread(self._publish)]
             if not former:
                 raise ConfpredError("no former generation is loaded")
             await self._change(former, self._known)
-            exchange.withdraw(self._settings, former[-1])
+            generations.withdraw(self._settings, former[-1])
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import random
 import re
 import ssl
@@ -53,7 +52,6 @@ Result = TypeVar("Result")
 Http = TypeVar("Http")
 Given = ParamSpec("Given")
 PARQUET = "application/vnd.apache.parquet"
-PLAIN_HTTP = "CONFPRED_PLAIN_HTTP"
 _TOO_SLOW = "the reply is too slow"
 #: Seconds in which a connection has to be made: a host that is down does not reply at all.
 CONNECT_S = 1.0
@@ -145,27 +143,6 @@ class _Call:
     deadline: float
 
 
-def check_address(url: str, *, open_to_all: bool = False) -> httpx.URL:
-    """Return the address of a service, read. Without TLS it is on this machine: a token could be
-    read on its way, and a model changed, so that only ``$CONFPRED_PLAIN_HTTP`` allows it; or where
-    what is asked is `open_to_all`.
-
-    Raises:
-        InvalidInput: it is no such address.
-    """
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError):
-        parsed = httpx.URL()
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-        raise InvalidInput("url", url, "an address such as http://127.0.0.1:8000")
-    local = parsed.host in ("localhost", "::1") or parsed.host.startswith("127.")
-    if not (parsed.scheme == "https" or local or open_to_all or os.environ.get(PLAIN_HTTP)):
-        allowed = f"https://, or an address of this machine; {PLAIN_HTTP}=1 allows http:// to any"
-        raise InvalidInput("url", url, allowed)
-    return parsed
-
-
 class _Questions(ABC, Generic[Http]):
     """The part of a client that does not touch the network. Safe to share between threads."""
 
@@ -200,7 +177,7 @@ class _Questions(ABC, Generic[Http]):
         Raises:
             InvalidInput: a value is not allowed.
         """
-        parsed = check_address(url, open_to_all=token is None)
+        parsed = answers.check_address(url, open_to_all=token is None)
         for name, value, least in (
             ("timeout_s", timeout_s, 0.001),
             ("retries", retries, 0),

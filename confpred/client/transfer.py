@@ -16,16 +16,12 @@ from typing import Any
 
 import httpx
 
-from confpred.client.clients import Client, check_address
+from confpred import errors
+from confpred.client.answers import check_address
+from confpred.client.clients import Client
 from confpred.client.served import TOKEN
 from confpred.data.remote import Folder, read_bytes, write_bytes
-from confpred.errors import (
-    ConfpredError,
-    ModelError,
-    ServiceError,
-    ServiceUnavailable,
-    StorageError,
-)
+from confpred.errors import ConfpredError, ModelError, ServiceError, StorageError
 from confpred.files import user_folder
 from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
 from confpred.model.folder import FILES, publish
@@ -220,5 +216,5 @@ def _send(client: Client, folder: Folder) -> None:
             write_bytes(record, "\n".join(sent).encode())
         except (ConfpredError, OSError) as error:
             log.warning("%s was not sent to %s: %s", shard.name, client.url, error)
-            if isinstance(error, ServiceUnavailable):
+            if isinstance(error, errors.ServiceUnavailable):
                 return

@@ -29,13 +29,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from confpred.data.parquet import (
-    ROW,
-    CheckedRows,
-    operation_in,
-    read_checked,
-    shards_in,
-)
+from confpred.data import parquet
+from confpred.data.parquet import ROW, operation_in, shards_in
 from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
@@ -214,7 +209,7 @@ def _uploaded(
     tables, tokens = [], []
     for file in files:
         try:
-            table = read_checked([file], CONVOLUTION, whole=True).table
+            table = parquet.read_checked([file], CONVOLUTION, whole=True).table
         except DataError as error:
             say(f"left out: {error}")
             continue
@@ -233,7 +228,7 @@ def _uploaded(
         most = {name: share * max(count, mean) for name, count in counts.items()}
         table = table.take(capped(table, CONVOLUTION, ("family", *columns), most))
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
-    rows = CheckedRows(table, (*files,), (table.num_rows,))
+    rows = parquet.CheckedRows(table, (*files,), (table.num_rows,))
     known = {(t.problem, t.family): t.rows for t in base.timings}
     found: dict[str, list[Timings]] = defaultdict(list)
     for t in dataset.measured_on(old.device.key, rows, CONVOLUTION).timings:

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from strategies import problems
 
 from confpred import Predictor
+from confpred.predict import explain
 from confpred.predict.explain import explain_layer, explain_layers
 from confpred.problem.conv2d import CHOICES, LIMITS, Problem
 from confpred.problem.device import KNOWN
 from confpred.retraining.drift import Drift
-from confpred.service import Settings, pages, tokens
+from confpred.service import Settings, tokens
 from confpred.service.app import create_app
 from confpred.service.pages import GROUPS, PATHS
 from confpred.service.schema import EXAMPLE
@@ -371,7 +372,7 @@ def test_an_explanation_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(problems)
         return explain_layers(*problems, **how)
 
-    monkeypatch.setattr(pages, "explain_layers", counted)
+    monkeypatch.setattr(explain, "explain_layers", counted)
     with TestClient(create_app(Settings(), PREDICTOR)) as client:
         query = {**EXAMPLE.to_texts(), "device": "h100"}
         first, second = (client.get("/", params=query).text for _ in range(2))

@@ -31,7 +31,8 @@ from confpred.retraining import exchanged
 from confpred.retraining.exchanged import Outcome
 from confpred.retraining.retrain import Verdict
 from confpred.service import Settings, keeper
-from confpred.service.exchange import Exchange, published
+from confpred.service.exchange import Exchange
+from confpred.service.generations import published
 
 DEVICES = ("h100", "h200")
 
