@@ -8,8 +8,8 @@
                                 from, to judge by, and times of control configs (anchors)
 
 An upload is known by the SHA-256 of its bytes. It is acknowledged once its file and its row in the
-database are on the disk, so a crash at any moment loses nothing that was acknowledged. What becomes
-of it is said in the database alone; a part counts while its upload is admitted.
+database are on the disk, so a crash at any moment loses nothing that was acknowledged. The database
+alone says what becomes of it; a part counts while its upload is admitted.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     """Check an upload, and write its new rows as a part of the data."""
     from confpred.data.parquet import new_rows, write
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.retraining.admission import Refused, check_shard
-    from confpred.retraining.exchanged import TOKEN
+    from confpred.retraining.admission import TOKEN, Refused, check_shard
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     path, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))

@@ -8,14 +8,17 @@ times than the operator's. Whether a model gains by the rows is decided by a hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from confpred.cuda.epilogue import FILE as EPILOGUE
@@ -28,8 +31,10 @@ from confpred.families.protocol import PYTORCH
 from confpred.families.registry import all_families, config_ids
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
-from confpred.training.dataset import Dataset, Timings, measured_on, operation_of_file
+from confpred.training import dataset
+from confpred.training.dataset import Dataset, Timings, capped, measured_on
 
 #: A file may have so many rows, so many bytes when it is unpacked, and texts of so many bytes;
 #: committed measurements have 563.
@@ -57,6 +62,14 @@ FAST, SLOW = -0.4, 0.9
 CLOSE, MOST_OFF, SOME = 1.5, 0.02, 3
 #: Fewer times say nothing of a file as a whole, and so many of a file's problems are looked at.
 _LEAST, _LOOKED_AT = 20, 150
+
+
+#: Key of a part's metadata: the name of the token that it was sent with. The operator's own have
+#: none.
+TOKEN = b"token"
+#: Rows of a family from one token, and those of one of its runs, over the base's rows of the family
+#: or, where they are more, over the mean of all families.
+OF_TOKEN, OF_RUN = 1.0, 0.5
 
 
 class Refused(DataError):
@@ -105,7 +118,7 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         ConfpredError: a model, another file or the disk fails, which says nothing of the file.
     """
     with _blaming():
-        operation = operation_of_file(path)
+        operation = dataset.operation_of_file(path)
         parquet.check_size(path, operation, rows=MOST_ROWS, size=MOST_BYTES, text=MOST_TEXT)
     own = (file for file in controls if operation_in(file) == operation.name)
     known = [parquet.read(file, operation) for file in own]
@@ -256,3 +269,50 @@ def believed(t: Timings, learned: FamilyModel) -> Timings:
     keep = (beside >= FAST) & (beside <= SLOW)
     parts = {name: getattr(t, name)[keep] for name in ("rows", "time_ms", "spread_ms")}
     return replace(t, **parts, registers=None)
+
+
+def token_of(file: Path) -> str:
+    """Return the name of the token that a part was sent with; none for the operator's own."""
+    return ((pq.read_schema(file).metadata or {}).get(TOKEN) or b"").decode(errors="replace")
+
+
+def uploaded(
+    files: Sequence[Path], base: Dataset, old: Model, layers: set[Any], say: Callable[[str], None]
+) -> dict[str, list[Timings]]:
+    """Return the uploads' times of each family of the old model, as far as a token may send them
+    and they are believed: without those of held-out `layers` and of configs that the base has."""
+    tables, tokens = [], []
+    for file in files:
+        try:
+            table = parquet.read_checked([file], CONVOLUTION, whole=True).table
+        except DataError as error:
+            say(f"left out: {error}")
+            continue
+        tables.append(table)
+        tokens += [token_of(file)] * table.num_rows
+    if not tables:
+        return {}
+    table = pa.concat_tables(tables).drop_columns([ROW]).append_column("token", pa.array(tokens))
+    wanted = (pc.field("device") == base.device.key) & (pc.field("status") == "ok")
+    table = table.filter(wanted & pc.field("family").isin([*old.families]))
+    counts = Counter(dict.fromkeys(old.families, 0))
+    for t in base.timings:
+        counts[t.family] += len(t.rows)
+    mean = base.rows / max(1, sum(count > 0 for count in counts.values()))
+    for columns, share in ((("token", "run_id"), OF_RUN), (("token",), OF_TOKEN)):
+        most = {name: share * max(count, mean) for name, count in counts.items()}
+        table = table.take(capped(table, CONVOLUTION, ("family", *columns), most))
+    table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+    rows = parquet.CheckedRows(table, (*files,), (table.num_rows,))
+    known = {(t.problem, t.family): t.rows for t in base.timings}
+    found: dict[str, list[Timings]] = defaultdict(list)
+    for t in measured_on(old.device.key, rows, CONVOLUTION).timings:
+        new = ~np.isin(t.rows, known.get((t.problem, t.family), ()))
+        learned = old.families[t.family]
+        if t.problem.layer() in layers or not learned.serves(t.problem) or not new.any():
+            continue
+        parts = {name: getattr(t, name)[new] for name in ("rows", "time_ms", "spread_ms")}
+        kept = believed(replace(t, **parts, registers=None), learned)
+        if len(kept.rows):
+            found[t.family].append(kept)
+    return found

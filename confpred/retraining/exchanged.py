@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,12 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from confpred.data import parquet
-from confpred.data.parquet import ROW, operation_in, shards_in
+from confpred.data.parquet import operation_in, shards_in
 from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
@@ -41,21 +37,14 @@ from confpred.model.rank import FamilyModel, with_pytorch
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.record import Record
-from confpred.retraining.admission import believed
+from confpred.retraining.admission import token_of, uploaded
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
-from confpred.training import dataset
-from confpred.training.dataset import Dataset, Timings, capped, data_files, read_dataset
+from confpred.training.dataset import Dataset, Timings, data_files, read_dataset
 from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
 log = logging.getLogger(__name__)
-#: Key of a part's metadata: the name of the token that it was sent with. The operator's own have
-#: none.
-TOKEN = b"token"
-#: Rows of a family from one token, and those of one of its runs, over the base's rows of the family
-#: or, where they are more, over the mean of all families.
-OF_TOKEN, OF_RUN = 1.0, 0.5
 #: A family is not taught if its choices take more than this for one width of groups, of so many
 #: problems at least.
 OF_WIDTH, LEAST_OF_WIDTH = 1.02, 3
@@ -140,7 +129,7 @@ def retrain_from(
         return outcome
     hyper = hyper or Hyperparameters()
     orders, verdicts, learned = {}, {}, {}
-    for name, timings in sorted(_uploaded(uploads, base, old, layers, say).items()):
+    for name, timings in sorted(uploaded(uploads, base, old, layers, say).items()):
         text = teach(old.families[name], base, timings, hyper)
         new_one = replace(old.families[name], taught=Trees(text.encode(), name))
         verdicts[name] = verdict = judged(held, old.families[name], new_one)
@@ -169,11 +158,6 @@ def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
         return False
 
 
-def token_of(file: Path) -> str:
-    """Return the name of the token that a part was sent with; none for the operator's own."""
-    return ((pq.read_schema(file).metadata or {}).get(TOKEN) or b"").decode(errors="replace")
-
-
 def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
     """Write the model of a folder with further or other `orders`, and `facts` in its card."""
     read = read_files(model)
@@ -199,48 +183,6 @@ def _covered(model: Model) -> set[str]:
     kinds = {f"{n} of {kind}" for n, each in model.card.families.items() for kind in each.groupings}
     problems: list[Any] = [model.operation.problem.parse(words) for words in model.measured]
     return kinds | {f"{p.direction} of width {p.group_width}" for p in problems}
-
-
-def _uploaded(
-    files: Sequence[Path], base: Dataset, old: Model, layers: set[Any], say: Callable[[str], None]
-) -> dict[str, list[Timings]]:
-    """Return the uploads' times of each family of the old model, as far as a token may send them
-    and they are believed: without those of held-out `layers` and of configs that the base has."""
-    tables, tokens = [], []
-    for file in files:
-        try:
-            table = parquet.read_checked([file], CONVOLUTION, whole=True).table
-        except DataError as error:
-            say(f"left out: {error}")
-            continue
-        tables.append(table)
-        tokens += [token_of(file)] * table.num_rows
-    if not tables:
-        return {}
-    table = pa.concat_tables(tables).drop_columns([ROW]).append_column("token", pa.array(tokens))
-    wanted = (pc.field("device") == base.device.key) & (pc.field("status") == "ok")
-    table = table.filter(wanted & pc.field("family").isin([*old.families]))
-    counts = Counter(dict.fromkeys(old.families, 0))
-    for t in base.timings:
-        counts[t.family] += len(t.rows)
-    mean = base.rows / max(1, sum(count > 0 for count in counts.values()))
-    for columns, share in ((("token", "run_id"), OF_RUN), (("token",), OF_TOKEN)):
-        most = {name: share * max(count, mean) for name, count in counts.items()}
-        table = table.take(capped(table, CONVOLUTION, ("family", *columns), most))
-    table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
-    rows = parquet.CheckedRows(table, (*files,), (table.num_rows,))
-    known = {(t.problem, t.family): t.rows for t in base.timings}
-    found: dict[str, list[Timings]] = defaultdict(list)
-    for t in dataset.measured_on(old.device.key, rows, CONVOLUTION).timings:
-        new = ~np.isin(t.rows, known.get((t.problem, t.family), ()))
-        learned = old.families[t.family]
-        if t.problem.layer() in layers or not learned.serves(t.problem) or not new.any():
-            continue
-        parts = {name: getattr(t, name)[new] for name in ("rows", "time_ms", "spread_ms")}
-        kept = believed(replace(t, **parts, registers=None), learned)
-        if len(kept.rows):
-            found[t.family].append(kept)
-    return found
 
 
 def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:

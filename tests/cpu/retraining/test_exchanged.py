@@ -23,8 +23,9 @@ from confpred.families.protocol import PYTORCH
 from confpred.model.folder import TAUGHT_TREES, Model, load_model
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.retraining import exchanged
-from confpred.retraining.exchanged import TOKEN, measurements_at, pairs, retrain_from
+from confpred.retraining import admission, exchanged
+from confpred.retraining.admission import TOKEN
+from confpred.retraining.exchanged import measurements_at, pairs, retrain_from
 from confpred.retraining.offers import is_held_out
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters, teach
@@ -245,16 +246,16 @@ def test_a_token_and_a_run_have_a_share_and_the_hold_out_is_not_learned(
 
     def times(folder: Path, layers: set[object] = frozenset()) -> int:  # type: ignore[assignment]
         files = sorted(folder.glob("*.parquet"))
-        found = exchanged._uploaded(files, data, model, layers, told.append)
+        found = admission.uploaded(files, data, model, layers, told.append)
         return sum(len(t.rows) for timings in found.values() for t in timings)
 
     runs = [{**row, "run_id": f"run{i % 4}"} for i, row in enumerate(honest)]
     own, of_one = data.rows, times(uploaded(honest, tmp_path / "one"))
     of_four = times(uploaded(runs, tmp_path / "four"))
-    assert 0.2 * own < of_one <= exchanged.OF_RUN * own
-    assert of_one < of_four <= exchanged.OF_TOKEN * own
+    assert 0.2 * own < of_one <= admission.OF_RUN * own
+    assert of_one < of_four <= admission.OF_TOKEN * own
     both = uploaded(runs[::2], tmp_path / "both", "one")
-    assert times(uploaded(runs[1::2], both, "another")) > exchanged.OF_TOKEN * own
+    assert times(uploaded(runs[1::2], both, "another")) > admission.OF_TOKEN * own
     layers = {problem_of_row(row, Problem).layer() for row in honest}
     assert times(tmp_path / "one", layers) == 0
     assert told == []

@@ -322,7 +322,7 @@ def test_rows_that_start_a_retraining_are_counted_over_kills(
 
 
 def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.Table) -> None:
-    """What becomes of an upload is said in one step; a kill leaves files that do not count."""
+    """One step says what becomes of an upload; a kill leaves files that do not count."""
     exchange, ids = Exchange(tmp_path / "exchange"), {}
     for number, state in enumerate(("quarantined", "revoked", "received", "admitted", "gone")):
         body = whole(rows.slice(number, 1))
