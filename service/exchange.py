@@ -137,14 +137,16 @@ class Exchange:
         Raises:
             InvalidInput: there is none.
         """
-        digits = name if re.fullmatch(r"[0-9a-f]{8,64}", name) else " "
-        found = self._submissions("WHERE token = ? OR id GLOB ?", name, f"{digits}*")
+        found = self._submissions("WHERE token = ?", name)
+        if not found and re.fullmatch(r"[0-9a-f]{8,64}", name):
+            found = self._submissions("WHERE id GLOB ?", f"{name}*")
         if not found:
             raise InvalidInput("name", name, "the name of a token with uploads, or an upload's id")
         return found
 
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
-        query = f"SELECT id, state, rows, reason, received, token FROM uploads {which}"
+        what = f"id, state, rows, substr(reason, 1, {2 * _MOST_REASON}), received, token"
+        query = f"SELECT {what} FROM uploads {which}"
         rows = self._rows(query, *values)
         return [Submission(i, s, n, why, _shown(at), token) for i, s, n, why, at, token in rows]
 

@@ -27,14 +27,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.card import CARD, Card, read_card, read_files, refusing, signed_by
+from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
 from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
@@ -51,6 +51,7 @@ MODELS, PLAN = "models", "plan.json"
 PUBLISHED, WITHDRAWN, KEPT = "models", "withdrawn", 5
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
 MODEL_HEADER = "x-confpred-model"
+_log = logging.getLogger(__name__)
 _LEAST_DIGITS = 8  # of a digest that a request names
 #: Seconds that a trial may take.
 _LONGEST_S = 120.0
@@ -59,8 +60,7 @@ _VALUES = (0.0, float("nan"), 1e30, -1e30)
 _ROWS = (1, 32)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """The card of a published model, and the digest of the card."""
 
     card: Card
@@ -131,9 +131,13 @@ def publish(settings: Settings, home: Path) -> Path:
     if not folders and settings.model is not None:
         raise ModelError(f"{settings.model} holds no model folder")
     models = {device: (path, read_files(path)) for device, path in folders.items()}
-    for path in folders.values() if settings.signed_by is not None else ():
-        if settings.exchange is None or Path(settings.exchange, PUBLISHED) != path.parent:
-            signed_by(path, Path(settings.signed_by or ""))
+    for path in folders.values() if settings.model is not None else ():
+        if settings.exchange is not None and path.parent == Path(settings.exchange, PUBLISHED):
+            continue  # the service's own
+        if settings.signed_by is not None:
+            signed_by(path, Path(settings.signed_by))
+        elif not (path / SIGNATURE).exists():
+            _log.info("model %s is unsigned", path.name)
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -149,8 +149,7 @@ class Field:
     is_flag: bool = False  # a box to tick, whose text is then ``true``
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A line of a drawing: its words, and how long it is and how far its whisker reaches, as shares
     of the width."""
 
@@ -161,8 +160,7 @@ class Bar:
     ours: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawing of bars: its id in the page, its title and description, and a line at `mark`."""
 
     name: str

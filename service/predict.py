@@ -73,8 +73,7 @@ class Answer:
     source: str = ""  # of the best choice
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """The reply to one request."""
 
     body: bytes

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -79,8 +79,7 @@ class Refused(DataError):
     run_ids: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shard:
+class Shard(NamedTuple):
     """The rows of a file that passed, without those of control configs; how many it has in all, and
     the runs in it."""
 
@@ -234,8 +233,7 @@ def _check_expected(data: Dataset, model: Model) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Compared:
+class _Compared(NamedTuple):
     """Times of one problem's configs, and what a model expects.
 
     Attributes:
