@@ -34,7 +34,7 @@ import numpy as np
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
+from confpred.model.card import CARD, Card, read_card, read_files, refusing, signed_by
 from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
@@ -51,7 +51,6 @@ MODELS, PLAN = "models", "plan.json"
 PUBLISHED, WITHDRAWN, KEPT = "models", "withdrawn", 5
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
 MODEL_HEADER = "x-confpred-model"
-_log = logging.getLogger(__name__)
 _LEAST_DIGITS = 8  # of a digest that a request names
 #: Seconds that a trial may take.
 _LONGEST_S = 120.0
@@ -136,8 +135,6 @@ def publish(settings: Settings, home: Path) -> Path:
             continue  # the service's own
         if settings.signed_by is not None:
             signed_by(path, Path(settings.signed_by))
-        elif not (path / SIGNATURE).exists():
-            _log.info("model %s is unsigned", path.name)
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():

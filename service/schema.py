@@ -324,7 +324,7 @@ def _bodies(settings: Settings) -> dict[str, Any]:
         "max_error": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     }
     top = {"type": "integer", "minimum": 1, "maximum": MAX_TOP, "default": 1}
-    regret = {"anyOf": [{"type": "number", "minimum": 1, "maximum": 1e299}, {"type": "null"}]}
+    regret = {"anyOf": [{"type": "number", "minimum": 1, "maximum": 1e300}, {"type": "null"}]}
     count = {"minItems": 1, "maxItems": settings.max_batch}
     falls_back = "Answer PyTorch's own operator where the bound on the choice's regret is above it."
     request = {

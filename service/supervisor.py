@@ -406,6 +406,8 @@ class Supervisor:
             host, port = self._listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             workers = f"{wanted} worker{'s' if wanted > 1 else ''}"
+            unsigned = self._settings.model and not self._settings.signed_by
+            workers += ", models unsigned as far as is known" if unsigned else ""
             _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
             tell_systemd(READY="1")
 

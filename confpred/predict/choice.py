@@ -151,7 +151,7 @@ def check_max_regret(value: object) -> float | None:
     """
     if value is None:
         return None
-    if type(value) not in (int, float) or not 1 <= value < 1e300:  # type: ignore[operator]
+    if type(value) not in (int, float) or not 1 <= value <= 1e300:  # type: ignore[operator]
         raise InvalidInput("max_regret", value, "a number of at least 1, or none")
     return float(value)  # type: ignore[arg-type]
 
