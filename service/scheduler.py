@@ -177,8 +177,9 @@ class Scheduler:
         while self._clients:
             crowded = self._waiting * self._pace_s > _CROWDED_S
 
-            def turn(client: _Client, crowded: bool = crowded) -> float:
-                return client.had + (client.nearest.ahead if crowded else 0)
+            def turn(client: _Client, crowded: bool = crowded) -> tuple[float, int]:
+                ahead = client.nearest.ahead
+                return max(client.had, self._had) + (ahead if crowded else 0), ahead
 
             await self._slice(min(self._clients.values(), key=turn).next())
 
