@@ -102,10 +102,13 @@ class MissingExtra(ConfpredError, ImportError):
         super().__init__(f"this needs {package}: {install_command(extra)}")
 
 
+_COMPARED = 200  # characters of a name: comparing takes longer than linearly
+
+
 def nearest(value: object, known: Iterable[str]) -> str:
     """Return the names among `known` that `value` may mean; all of them if none is like it."""
-    known = [*known]
-    return " or ".join(difflib.get_close_matches(str(value), known, 2) or known)
+    known, words = [*known], str(value)[:_COMPARED]
+    return " or ".join(difflib.get_close_matches(words, known, 2) or known)
 
 
 def _shown(value: object) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import platformdirs
+
 from confpred.errors import DataError, StorageError
 
 
@@ -118,6 +120,16 @@ def _linked(temporary: str, path: Path) -> bool:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         return False
     return True
+
+
+def user_folder(kind: str) -> Path:
+    """Return confpred's folder for this user's ``data`` or ``cache``, as the operating system names
+    it. Without a home directory, as many containers are, it can be neither read nor made."""
+    folder = platformdirs.user_data_dir if kind == "data" else platformdirs.user_cache_dir
+    with contextlib.suppress(RuntimeError):
+        if (found := Path(folder("confpred"))).is_absolute():  # some versions answer "~/..."
+            return found
+    return Path(os.devnull, "no home directory")
 
 
 def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:

@@ -25,25 +25,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
-from confpred.model.card import CARD, Card, read_card
+from confpred.model.card import CARD, SIGNATURE, Card, read_card
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
 from . import Settings, generations, logs, pages, requests, schema, tokens
 from .child import Channel, Gone
-from .exchange import ADMITTED, Exchange, announced_id, published, take
-from .generations import Generation, Loaded
+from .exchange import ADMITTED, Exchange, announced_id, take
+from .generations import Generation, Loaded, published
 from .metrics import Metrics, exposition
 from .predict import Predict
 from .requests import RequestError, shorten
 
 #: Scopes that a token needs to send something to a path; all else needs ``read``.
-SCOPES: Mapping[str, tokens.Scope] = {
-    "/v1/models/reload": "admin",
-    "/v1/models/rollback": "admin",
-    "/v1/jobs": "admin",
-    "/v1/measurements": "write",
-}
+SCOPES: dict[str, tokens.Scope] = {"/v1/jobs": "admin", "/v1/measurements": "write"}
+SCOPES |= dict.fromkeys(("/v1/models/reload", "/v1/models/rollback"), "admin")
 #: Headers of browsers and of proxies.
 _FOREIGN = ("origin", "x-forwarded-for", "forwarded")
 #: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
@@ -144,16 +140,10 @@ def _predict_route(predict: Predict) -> APIRoute:
 
     async def described() -> None: ...
 
-    route = APIRoute(
-        "/v1/predict",
-        described,
-        methods=["POST"],
-        name="predict",
-        summary="The best configs of one problem or many",
-        response_model=schema.PredictReply,
-        responses=_refusals(400, 404, 413, 415, 422, 500, 503),
-        openapi_extra=schema.PREDICT_BODY,
-    )
+    known = {"name": "predict", "summary": "The best configs of one problem or many"}
+    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **known}
+    how["responses"] = _refusals(400, 404, 413, 415, 422, 429, 500, 503)
+    route = APIRoute("/v1/predict", described, openapi_extra=schema.PREDICT_BODY, **how)
     route.app = predict
     return route
 
@@ -221,7 +211,8 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
         beside = await asyncio.to_thread(published, exchange.folder)
         folder = next((path for path, read in beside if read.digest == digest), None)
     # A name that the card lacks could be one of another folder.
-    if folder is None or file not in {CARD, *_files_of(folder)}:
+    has_it = folder is not None and (folder / file).parent == folder and (folder / file).is_file()
+    if folder is None or not has_it or file not in {CARD, SIGNATURE, *_files_of(folder)}:
         message = f"no model that /v1/models lists has this file: {shorten(f'{digest}/{file}')}"
         raise RequestError(404, "not_found", message, "path", None, "a file that its card lists")
     return FileResponse(folder / file, media_type="application/octet-stream")
@@ -251,11 +242,7 @@ async def submit(request: Request) -> schema.Submission:
     return await take(exchange, state.settings, key, length, stream, token, state.uploading)
 
 
-@_router.get(
-    "/v1/measurements",
-    summary="The uploads whose rows are in the data",
-    responses=_refusals(404),
-)
+@_router.get("/v1/measurements", summary="The uploads in the data", responses=_refusals(404))
 async def submissions(request: Request) -> schema.SubmissionsReply:
     return schema.SubmissionsReply(await asyncio.to_thread(_exchange(request.app).admitted))
 
@@ -277,9 +264,9 @@ async def submission(request: Request, upload: str) -> schema.Submission:
 async def submitted_rows(request: Request, upload: str) -> Response:
     exchange = _exchange(request.app)
     found = await asyncio.to_thread(exchange.find, upload)
-    if found is None or not found.rows:
+    if found is None or not found.rows or not (path := exchange.path(ADMITTED, upload)).exists():
         raise _unknown_upload(upload)
-    return FileResponse(exchange.path(ADMITTED, upload), media_type=schema.PARQUET)
+    return FileResponse(path, media_type=schema.PARQUET)
 
 
 def _unknown_upload(upload: str) -> RequestError:
@@ -368,21 +355,16 @@ def _generation(scope: Scope) -> Generation:
     return loaded.current if version is None else loaded.find(version)
 
 
-@_router.post(
-    "/v1/models/reload",
-    summary="Read models and the plan again",
-    responses=_refusals(401, 403, 409, 503),
-)
+_CHANGES = _refusals(401, 403, 409, 503)
+
+
+@_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_CHANGES)
 async def reload(request: Request) -> schema.ChangeReply:
     """All workers answer by what was read when this is answered, or none does."""
     return await _change(request, "reload")
 
 
-@_router.post(
-    "/v1/models/rollback",
-    summary="Return to what answered before",
-    responses=_refusals(401, 403, 409, 503),
-)
+@_router.post("/v1/models/rollback", summary="Return to what answered", responses=_CHANGES)
 async def rollback(request: Request) -> schema.ChangeReply:
     """All workers answer by the former models and plan when this is answered, or none does."""
     return await _change(request, "rollback")
@@ -395,7 +377,7 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
     supervisor: Channel | None = state.supervisor
     if supervisor is None:
         message = "this application runs without confpred serve"
-        raise RequestError(503, "not_supervised", message)
+        raise RequestError(409, "not_supervised", message)
     try:
         answer = await supervisor.ask(word)
     except Gone:

@@ -221,9 +221,7 @@ async def keep(settings: Settings) -> None:
         finally:
             while process.returncode is None:
                 process.kill()
-                with contextlib.suppress(
-                    asyncio.CancelledError
-                ):  # which comes once more at the end
+                with contextlib.suppress(asyncio.CancelledError):  # which comes again
                     await process.wait()
         _log.warning("the process that checks uploads ended with %d; another starts", status)
         await asyncio.sleep(_PATIENCE_S)

@@ -1,14 +1,15 @@
 """The folder that measurements come back to and models are published from, shared by all processes.
 
     exchange.sqlite      each upload and each job, and what became of it
-    incoming/            uploads that were acknowledged and are not checked yet
-    admitted/            rows that passed, as parts: a retraining learns from them
-    controls/            times of control configs (anchors), which uploads are compared with
-    quarantine/          uploads that failed, as they came
-    models/, withdrawn/  models that a retraining published, and those that were rolled back
+    uploads/             files that were acknowledged, as they came
+    admitted/            rows of those that passed, as parts: they teach the model in use
+    models/, withdrawn/  models that a retraining published, and those that were taken back
+    base/, holdout/, controls/  the operator's own measurements, which no upload enters: to learn
+                                from, to judge by, and times of control configs (anchors)
 
 An upload is known by the SHA-256 of its bytes. It is acknowledged once its file and its row in the
-database are on the disk, so a crash at any moment loses nothing that was acknowledged.
+database are on the disk, so a crash at any moment loses nothing that was acknowledged. The database
+alone says what becomes of it; a part counts while its upload is admitted.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import re
-import secrets
 import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,35 +33,43 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from confpred.errors import InvalidInput, ModelError, StorageError
-from confpred.model.card import CARD, Card, read_card, refusing
-from confpred.model.folder import model_folders, shipped_models
+from confpred.errors import InvalidInput, StorageError
 
 from . import Settings
+from .generations import PUBLISHED, WITHDRAWN, published, set_aside
 from .requests import RequestError, shorten
 from .schema import PARQUET, Job, Submission
 
-INCOMING, ADMITTED, CONTROLS, QUARANTINE = "incoming", "admitted", "controls", "quarantine"
-PUBLISHED, WITHDRAWN = "models", "withdrawn"
-#: Published models of a device that are kept.
-KEPT = 5
+UPLOADS, ADMITTED = "uploads", "admitted"
+BASE, HOLDOUT, CONTROLS = "base", "holdout", "controls"
+_ROOMS = (UPLOADS, ADMITTED, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
 _TABLES = """
 CREATE TABLE IF NOT EXISTS uploads (
     id TEXT PRIMARY KEY, state TEXT NOT NULL, rows INTEGER, reason TEXT, received REAL NOT NULL,
     token TEXT NOT NULL, bytes INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS uploads_by_state ON uploads (state, received);
 CREATE INDEX IF NOT EXISTS uploads_by_token ON uploads (token, received);
-CREATE TABLE IF NOT EXISTS runs (
-    run_id TEXT NOT NULL, upload TEXT NOT NULL, PRIMARY KEY (run_id, upload));
+CREATE TABLE IF NOT EXISTS distrusted (
+    token TEXT NOT NULL, run_id TEXT NOT NULL, PRIMARY KEY (token, run_id));
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, device TEXT NOT NULL, state TEXT NOT NULL,
     started TEXT, ended TEXT, reason TEXT);
+CREATE TABLE IF NOT EXISTS new_rows (
+    upload TEXT NOT NULL, device TEXT NOT NULL, rows INTEGER NOT NULL,
+    PRIMARY KEY (upload, device));
 """
+#: Columns that former versions lack: when an upload is checked, and how many rows it has in all.
+_ADDED = ("due REAL NOT NULL DEFAULT 0", "in_all INTEGER NOT NULL DEFAULT 0")
 _DAY_S = 86_400
 #: Bytes of an upload that are held in memory before they are written.
 _PIECE = 262_144
-#: A check may end its process so often before the upload is quarantined for it.
-_MOST_ATTEMPTS = 2
+#: An upload that the server could not check waits so long, twice as long each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 3600.0
+_MOST_REASON = 500  # characters
+_log = logging.getLogger(__name__)
+
+
+Counts = Mapping[str, int]  # by device
 
 
 class Exchange:
@@ -76,15 +84,18 @@ class Exchange:
         self.folder = folder
         self._lock = threading.Lock()
         try:
-            for name in (INCOMING, ADMITTED, CONTROLS, QUARANTINE, PUBLISHED, WITHDRAWN):
+            for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                folder / "exchange.sqlite",
-                timeout=30,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            how: dict[str, Any] = {"timeout": 30, "isolation_level": None}
+            file, how["check_same_thread"] = folder / "exchange.sqlite", False
+            self._db: sqlite3.Connection = sqlite3.connect(file, **how)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
+            for column in _ADDED:
+                with contextlib.suppress(sqlite3.OperationalError):  # it is there
+                    self._db.execute(f"ALTER TABLE uploads ADD COLUMN {column}")
+            for name in ("incoming", "quarantine"):  # rooms of former versions
+                for file in (folder / name).glob("part-*.parquet"):
+                    os.replace(file, folder / UPLOADS / file.name)
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error
             raise StorageError(f"cannot use {folder}: {reason}") from error
@@ -120,10 +131,24 @@ class Exchange:
         """Return the latest uploads, the last one first."""
         return self._submissions("ORDER BY received DESC LIMIT ?", count)
 
+    def named(self, name: str) -> list[Submission]:
+        """Return the uploads of a token, or the one with an id, of which 8 digits are enough.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        found = self._submissions("WHERE token = ?", name)
+        if not found and re.fullmatch(r"[0-9a-f]{8,64}", name):
+            found = self._submissions("WHERE id GLOB ?", f"{name}*")
+        if not found:
+            raise InvalidInput("name", name, "the name of a token with uploads, or an upload's id")
+        return found
+
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
-        query = f"SELECT id, state, rows, reason, received FROM uploads {which}"
+        what = f"id, state, rows, substr(reason, 1, {2 * _MOST_REASON}), received, token"
+        query = f"SELECT {what} FROM uploads {which}"
         rows = self._rows(query, *values)
-        return [Submission(i, s, n, reason, _shown(when)) for i, s, n, reason, when in rows]
+        return [Submission(i, s, n, why, _shown(at), token) for i, s, n, why, at, token in rows]
 
     def used(self, token: str) -> int:
         """Return the bytes that were uploaded with a token within a day."""
@@ -136,8 +161,8 @@ class Exchange:
         with self._changing() as db:
             known = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
             if known is None:
-                os.replace(arrived, self.path(INCOMING, upload))
-                _flush(self.folder / INCOMING)
+                os.replace(arrived, self.path(UPLOADS, upload))
+                _flush(self.folder / UPLOADS)
                 columns = "uploads (id, state, received, token, bytes)"
                 row = (upload, "received", time.time(), token, size)
                 db.execute(f"INSERT INTO {columns} VALUES (?, ?, ?, ?, ?)", row)
@@ -147,73 +172,110 @@ class Exchange:
         """Return the file of an upload in a room of the folder."""
         return self.folder / room / f"part-{upload}.parquet"
 
-    def next_received(self) -> str | None:
-        """Return the upload to check, the oldest. One that has ended the checking process before is
-        quarantined."""
-        query = (
-            "SELECT id, attempts FROM uploads WHERE state = 'received' ORDER BY received LIMIT 1"
-        )
-        for upload, attempts in self._rows(query):
-            if attempts >= _MOST_ATTEMPTS:
-                self.quarantine(upload, "the check of it did not come to an end")
-                return self.next_received()
-            with self._changing() as db:
-                db.execute("UPDATE uploads SET attempts = attempts + 1 WHERE id = ?", (upload,))
-            return str(upload)
-        return None
+    def due(self) -> Submission | None:
+        """Return the upload to check: of those that are due, the one that waits longest."""
+        which = "WHERE state = 'received' AND due <= ? ORDER BY max(due, received) LIMIT 1"
+        return next(iter(self._submissions(which, time.time())), None)
 
-    def parts_with(self, run_ids: Sequence[str]) -> list[Path]:
-        """Return the parts that have rows of these runs already."""
-        marks = ", ".join("?" * len(run_ids))
-        query = f"SELECT DISTINCT upload FROM runs WHERE run_id IN ({marks}) ORDER BY upload"
-        found = [str(upload) for (upload,) in self._rows(query, *run_ids)]
-        paths = [self.path(room, name) for name in found for room in (ADMITTED, CONTROLS)]
-        return [path for path in paths if path.exists()]
+    def postpone(self, upload: Submission, reason: str) -> None:
+        """Have an upload wait, as the server could not check it; the longer, the more often."""
+        ((attempts,),) = self._rows("SELECT attempts FROM uploads WHERE id = ?", upload.id)
+        due = time.time() + min(_FIRST_WAIT_S * 2.0 ** min(attempts, 30), _LONGEST_WAIT_S)
+        self._set([upload], f"attempts = {attempts + 1}, due = {due}", "received", reason)
+        _log.error("upload %s cannot be checked: %s", upload.id[:12], readable(reason))
 
-    def admit(self, upload: str, rows: int, run_ids: Sequence[str]) -> None:
-        """Say that the rows of an upload are in the data, as they are from now on."""
-        for room in (ADMITTED, CONTROLS):
-            _flush(self.folder / room)
+    def files(self, room: str) -> list[Path]:
+        """Return the measurements in a room of the folder."""
+        return sorted((self.folder / room).glob("*.parquet"))
+
+    def data(self) -> list[Path]:
+        """Return the parts of the data: of uploads that are admitted, and files that the operator
+        has put beside them."""
+        others = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state != 'admitted'")}
+        files = self.files(ADMITTED)
+        return [path for path in files if path.stem.removeprefix("part-") not in others]
+
+    def admit(self, upload: str, rows: int, in_all: int, devices: Counts, wanted: int) -> None:
+        """Say that `rows` of an upload, whose part is written, are in the data; in the same step
+        ask for a retraining of each of `devices`, with its number of rows, that has `wanted` new
+        ones."""
+        _flush(self.folder / ADMITTED)
+        counted = "SELECT sum(rows) FROM new_rows WHERE device = ?"
+        done = "UPDATE uploads SET state = 'admitted', rows = ?, in_all = ?, reason = NULL "
         with self._changing() as db:
-            db.execute(
-                "UPDATE uploads SET state = 'admitted', rows = ? WHERE id = ?", (rows, upload)
-            )
-            db.executemany(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?)", [(run, upload) for run in run_ids]
-            )
-        self.path(INCOMING, upload).unlink(missing_ok=True)
+            which = "WHERE id = ? AND state = 'received'"
+            if not db.execute(done + which, (rows, in_all, upload)).rowcount:
+                return  # it was revoked meanwhile
+            for device, count in devices.items():
+                row = (upload, device, count)
+                db.execute("INSERT OR REPLACE INTO new_rows VALUES (?, ?, ?)", row)
+                if wanted and db.execute(counted, (device,)).fetchone()[0] >= wanted:
+                    self._ask(db, device)
 
-    def distrusted(self, run_ids: Sequence[str]) -> str | None:
-        """Return one of these runs whose control configs took other times than elsewhere."""
-        marks = ", ".join("?" * len(run_ids))
-        query = f"SELECT run_id FROM runs WHERE run_id IN ({marks}) AND upload IN "
-        quarantined = "(SELECT id FROM uploads WHERE state = 'quarantined')"
-        return next((str(row[0]) for row in self._rows(query + quarantined, *run_ids)), None)
+    def distrusted(self, token: str) -> set[str]:
+        """Return the runs of a token whose control configs take other times than the operator's."""
+        query = "SELECT run_id FROM distrusted WHERE token = ?"
+        return {run for (run,) in self._rows(query, token)}
 
-    def quarantine(self, upload: str, reason: str, run_ids: Sequence[str] = ()) -> None:
-        """Put an upload aside, and distrust the runs `run_ids` from now on."""
-        for room in (ADMITTED, CONTROLS):
-            self.path(room, upload).unlink(missing_ok=True)
+    def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
+        """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
+        from now on."""
+        self._set([upload], "rows = NULL", "quarantined", refused)
         with self._changing() as db:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self.path(INCOMING, upload), self.path(QUARANTINE, upload))
-            _flush(self.folder / QUARANTINE)
-            db.execute(
-                "UPDATE uploads SET state = 'quarantined', reason = ? WHERE id = ?",
-                (reason, upload),
-            )
-            db.executemany(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?)", [(run, upload) for run in run_ids]
-            )
+            runs = [(upload.token, run) for run in run_ids]
+            db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
+        _log.warning("upload %s is quarantined: %s", upload.id[:12], readable(refused))
+
+    def revoke(self, name: str) -> list[str]:
+        """Take back the rows of a token, or of an upload: out of the data, and with them the
+        published models that learned from them. Other uploads, some of whose rows were there
+        before, are checked again. Returns the names of the models."""
+        uploads, withdrawn = self.named(name), []
+        self._set(uploads, "rows = NULL", "revoked", "revoked by the operator")
+        for path, read in published(self.folder):
+            if {each.id for each in uploads} & set(read.card.content.get("uploads", ())):
+                set_aside(path)
+                withdrawn.append(path.name)
+        self._requeue(self._submissions("WHERE state = 'admitted' AND rows < in_all"))
+        return withdrawn
+
+    def requeue(self, name: str) -> None:
+        """Have the uploads of a token, or one, checked again, whatever became of them. Its runs are
+        trusted until then."""
+        uploads = self.named(name)
+        with self._changing() as db:
+            tokens = [(upload.token,) for upload in uploads]
+            db.executemany("DELETE FROM distrusted WHERE token = ?", tokens)
+        self._requeue(uploads)
+
+    def _requeue(self, uploads: Sequence[Submission]) -> None:
+        self._set(uploads, "rows = NULL, attempts = 0, due = 0", "received", None)
+
+    def _set(self, uploads: Iterable[Submission], change: str, state: str, why: str | None) -> None:
+        """Say what becomes of uploads, none of which is in the data any more."""
+        said = None if why is None else readable(why)
+        query = f"UPDATE uploads SET {change}, state = ?, reason = ? WHERE id = ?"
+        with self._changing() as db:
+            db.executemany(query, [(state, said, upload.id) for upload in uploads])
+            forgotten = "DELETE FROM new_rows WHERE upload = ?"
+            db.executemany(forgotten, [(upload.id,) for upload in uploads])
 
     def tidy(self) -> None:
-        """Remove what a killed process left: uploads without an end, and files that were not
-        acknowledged."""
-        known = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state = 'received'")}
-        for path in (self.folder / INCOMING).iterdir():
+        """Remove what a killed process left: files that were not acknowledged, parts of uploads
+        that are not admitted, and times that former versions put among the controls. An upload
+        whose file somebody has removed is revoked."""
+        for upload in self._submissions(""):
+            part = self.path(ADMITTED, upload.id)
+            if upload.state != "admitted":
+                part.unlink(missing_ok=True)
+            elif upload.rows and not part.exists():
+                self._set([upload], "rows = NULL", "revoked", "its part was removed")
+        for path in (self.folder / UPLOADS).iterdir():
             old = time.time() - path.stat().st_mtime > _DAY_S
-            if old and path.stem.removeprefix("part-") not in known:
+            if old and self.find(path.stem.removeprefix("part-")) is None:
                 path.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{CONTROLS}/part-{'[0-9a-f]' * 64}.parquet"):
+            path.unlink(missing_ok=True)
 
     # Jobs
 
@@ -222,22 +284,29 @@ class Exchange:
         query = "SELECT id, kind, device, state, started, ended, reason FROM jobs ORDER BY id DESC"
         return [Job(*row) for row in self._rows(query)]
 
+    def job(self, number: int) -> Job:
+        return next(job for job in self.jobs() if job.id == number)
+
     def add_job(self, device: str) -> Job:
         """Ask for a retraining for a device, unless one waits already."""
-        waits = "SELECT id FROM jobs WHERE device = ? AND state = 'queued'"
         with self._changing() as db:
-            if db.execute(waits, (device,)).fetchone() is None:
-                new = ("retrain", device, "queued")
-                db.execute("INSERT INTO jobs (kind, device, state) VALUES (?, ?, ?)", new)
+            self._ask(db, device)
         return next(job for job in self.jobs() if job.device == device)
 
+    def _ask(self, db: sqlite3.Connection, device: str) -> None:
+        waits = "SELECT id FROM jobs WHERE device = ? AND state = 'queued'"
+        if db.execute(waits, (device,)).fetchone() is None:
+            new = ("retrain", device, "queued")
+            db.execute("INSERT INTO jobs (kind, device, state) VALUES (?, ?, ?)", new)
+        db.execute("DELETE FROM new_rows WHERE device = ?", (device,))
+
     def set_job(self, number: int, state: str, reason: str | None = None) -> None:
-        """Say how a job is: ``running``, or how it ended."""
+        """Say how a job is: ``queued``, ``running``, or how it ended."""
         column, now = "started" if state == "running" else "ended", _shown(time.time())
         with self._changing() as db:
             db.execute(
                 f"UPDATE jobs SET state = ?, reason = ?, {column} = ? WHERE id = ?",
-                (state, reason, now, number),
+                (state, reason, None if state == "queued" else now, number),
             )
 
     def counts(self) -> list[list[Any]]:
@@ -251,58 +320,10 @@ class Exchange:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The card of a published model, and the digest of the card."""
-
-    card: Card
-    digest: str
-
-
-def published(folder: Path) -> list[tuple[Path, Published]]:
-    """Return the models that an exchange in `folder` has published, the newest first."""
-    found = []
-    for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
-        with contextlib.suppress(ModelError):  # it has just been removed, or is none
-            text, content = read_card(path.parent)
-            with refusing(path.parent):
-                known = Published(Card.from_json(content), hashlib.sha256(text).hexdigest())
-            found.append((path.parent, known))
-    return sorted(found, key=lambda each: each[1].card.created, reverse=True)
-
-
-def newest_models(settings: Settings) -> dict[str, Path]:
-    """Return the newest model folder for each device, of those of the operator and those that a
-    retraining has published.
-
-    Raises:
-        ModelError: a card is damaged.
-    """
-    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
-    if settings.exchange is None:
-        return found
-    for path, known in reversed(published(Path(settings.exchange))):
-        own = found.get(known.card.device)
-        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
-            found[known.card.device] = path
-    return found
-
-
-def withdraw(settings: Settings, generation: Path | None) -> bool:
-    """Withdraw published models, so that no reload takes them up again: those newer than the models
-    of the generation in a folder, or without one the newest; whether there were any."""
-    if settings.exchange is None:
-        return False
-    folder, passed, gone = Path(settings.exchange), set(), 0
-    cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
-    digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
-    for path, known in published(folder)[: 1 if generation is None else None]:
-        if known.digest in digests:
-            passed.add(known.card.device)
-        if known.card.device not in passed:
-            os.replace(path, folder / WITHDRAWN / f"{path.name}-{secrets.token_hex(4)}")
-            gone += 1
-    return gone > 0
+def readable(text: str) -> str:
+    """Return the start of a text that somebody sent, on one line."""
+    shown = text[:_MOST_REASON].encode("unicode_escape").decode()
+    return shown if len(text) <= _MOST_REASON else f"{shown}..."
 
 
 def _shown(when: float) -> str:
@@ -325,13 +346,12 @@ class _Arriving:
         self._exchange, self._settings, self._token = exchange, settings, token
         self._size, self._hash = 0, hashlib.sha256()
         self._check(announced)
-        handle, name = tempfile.mkstemp(".tmp", ".", exchange.folder / INCOMING)
+        handle, name = tempfile.mkstemp(".tmp", ".", exchange.folder / UPLOADS)
         self._file, self._path = os.fdopen(handle, "wb"), Path(name)
 
     def _check(self, size: int) -> None:
-        limit, quota = (
-            2**20 * n for n in (self._settings.max_upload_mib, self._settings.quota_mib)
-        )
+        settings = self._settings
+        limit, quota = 2**20 * settings.max_upload_mib, 2**20 * settings.quota_mib
         if size > limit:
             allowed = f"{limit} bytes"
             message = f"the body has {size} bytes or more; allowed: {allowed}"
@@ -339,10 +359,8 @@ class _Arriving:
         used = self._exchange.used(self._token)
         if used + size > quota:
             message = f"{used} bytes came with this token within a day; allowed: {quota}"
-            later = {"retry-after": "3600"}
-            raise RequestError(
-                429, "quota_exceeded", message, "body", None, f"{quota} bytes", later
-            )
+            allowed, later = f"{quota} bytes", {"retry-after": "3600"}
+            raise RequestError(429, "quota_exceeded", message, "body", None, allowed, later)
 
     def write(self, piece: bytes) -> None:
         self._size += len(piece)

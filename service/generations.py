@@ -14,37 +14,41 @@ process of the trial and none that answers."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import write_folder
-from confpred.model.card import read_files
-from confpred.model.folder import Model, shipped_models
+from confpred.model.card import CARD, Card, read_card, read_files, refusing, signed_by
+from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN
 
 from . import Settings
 from .child import command
-from .exchange import PUBLISHED, newest_models
 from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
 MODELS, PLAN = "models", "plan.json"
+#: Folders in that of the exchange: models that a retraining published, and those taken back; and
+#: how many published ones of a device are kept.
+PUBLISHED, WITHDRAWN, KEPT = "models", "withdrawn", 5
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
 MODEL_HEADER = "x-confpred-model"
 _LEAST_DIGITS = 8  # of a digest that a request names
@@ -53,6 +57,65 @@ _LONGEST_S = 120.0
 #: Questions to all trees: one row at a time, and many, which LightGBM does in other ways.
 _VALUES = (0.0, float("nan"), 1e30, -1e30)
 _ROWS = (1, 32)
+
+
+class Published(NamedTuple):
+    """The card of a published model, and the digest of the card."""
+
+    card: Card
+    digest: str
+
+
+def published(folder: Path) -> list[tuple[Path, Published]]:
+    """Return the models that an exchange in `folder` has published, the newest first."""
+    found = []
+    for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
+        with contextlib.suppress(ModelError):  # it has just been removed, or is none
+            text, content = read_card(path.parent)
+            with refusing(path.parent):
+                known = Published(Card.from_json(content), hashlib.sha256(text).hexdigest())
+            found.append((path.parent, known))
+    return sorted(found, key=lambda each: each[1].card.created, reverse=True)
+
+
+def newest_models(settings: Settings) -> dict[str, Path]:
+    """Return the newest model folder for each device, of those of the operator and those that a
+    retraining has published.
+
+    Raises:
+        ModelError: a card is damaged.
+    """
+    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
+    if settings.exchange is None:
+        return found
+    for path, known in reversed(published(Path(settings.exchange))):
+        own = found.get(known.card.device)
+        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
+            found[known.card.device] = path
+    return found
+
+
+def withdraw(settings: Settings, generation: Path | None) -> bool:
+    """Withdraw published models, so that no reload takes them up again: those newer than the models
+    of the generation in a folder, or without one the newest; whether there were any."""
+    if settings.exchange is None:
+        return False
+    folder, passed, gone = Path(settings.exchange), set(), 0
+    cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
+    digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
+    for path, known in published(folder)[: 1 if generation is None else None]:
+        if known.digest in digests:
+            passed.add(known.card.device)
+        if known.card.device not in passed:
+            set_aside(path)
+            gone += 1
+    return gone > 0
+
+
+def set_aside(model: Path) -> None:
+    """Withdraw a published model, so that no reload takes it up again."""
+    name = f"{model.name}-{secrets.token_hex(4)}"
+    os.replace(model, model.parents[1] / WITHDRAWN / name)
 
 
 def publish(settings: Settings, home: Path) -> Path:
@@ -67,6 +130,11 @@ def publish(settings: Settings, home: Path) -> Path:
     if not folders and settings.model is not None:
         raise ModelError(f"{settings.model} holds no model folder")
     models = {device: (path, read_files(path)) for device, path in folders.items()}
+    for path in folders.values() if settings.model is not None else ():
+        if settings.exchange is not None and path.parent == Path(settings.exchange, PUBLISHED):
+            continue  # the service's own
+        if settings.signed_by is not None:
+            signed_by(path, Path(settings.signed_by))
     known: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():

@@ -1,8 +1,9 @@
-"""The process beside the workers that checks uploads and retrains, while nobody needs the cores.
+"""The process beside the workers that has uploads checked and models retrained, while nobody needs
+the cores.
 
-It runs at the system's idle priority, on `Settings.job_cores` cores. A retraining has a process of
-its own, as it takes minutes. Either may end at any moment: all that is to be kept is on the disk
-(`service.exchange`), and the supervisor starts another.
+It runs at the system's idle priority, on `Settings.job_cores` cores. A process of its own checks
+uploads, within limits of memory and time, and another one retrains. Each of them may end at any
+moment: all that is to be kept is on the disk (`service.exchange`), and another one goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,32 +20,22 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from confpred.concurrency import end_with
-from confpred.data.parquet import new_rows, operation_in, write
 from confpred.errors import ConfpredError
-from confpred.families.registry import all_operations
-from confpred.model.folder import Model, load_model, publish
-from confpred.problem.conv2d import CONVOLUTION
-from confpred.retraining.admission import Distrusted, check_shard
-from confpred.retraining.exchanged import retrain_from
 
-from . import Settings, logs
+from . import Settings, generations, logs
+from . import exchange as rooms
 from .child import command
-from .exchange import (
-    ADMITTED,
-    CONTROLS,
-    INCOMING,
-    KEPT,
-    PUBLISHED,
-    Exchange,
-    newest_models,
-    published,
-)
+from .schema import Job, Submission
 
 _IDLE_S = 0.2  # between looks for something to do
+#: Bytes of data and seconds of processor time that the check of an upload may take.
+MOST_MEMORY, MOST_S = 3 * 2**30, 120
 _log = logging.getLogger(__name__)
 
 
@@ -52,69 +44,47 @@ class Keeper:
 
     def __init__(self, settings: Settings, supervisor: int) -> None:
         self._settings, self._supervisor = settings, supervisor
-        self._exchange = Exchange(Path(settings.exchange or ""))
-        self._models: dict[Path, Model] = {}
-        self._new: Counter[str] = Counter()  # rows of each device since its last job
-        self._job: tuple[int, subprocess.Popen[bytes]] | None = None
+        self._exchange = rooms.Exchange(Path(settings.exchange or ""))
+        self._checker: subprocess.Popen[str] | None = None
+        self._job: tuple[int, subprocess.Popen[str]] | None = None
 
     def run(self) -> None:
-        """Check uploads, and start jobs, for ever."""
+        """Have uploads checked, and start jobs, for ever."""
         self._exchange.tidy()
         for job in self._exchange.jobs():
-            if job.state == "running":
-                self._exchange.set_job(job.id, "failed", "the server ended")
+            if job.state == "running" and not settled(self._exchange, job, self._supervisor):
+                self._exchange.set_job(job.id, "queued")
         while True:
             self._run_job()
-            upload = self._exchange.next_received()
-            if upload is None:
-                time.sleep(_IDLE_S)
-            else:
+            if upload := self._exchange.due():
                 self._check(upload)
+            else:
+                time.sleep(_IDLE_S)
 
-    def models(self) -> dict[str, Model]:
-        """Return the models in use, by device."""
-        paths = newest_models(self._settings)
-        loaded = self._models
-        self._models = {p: loaded.get(p) or load_model(p, in_parts=True) for p in paths.values()}
-        return {device: self._models[path] for device, path in paths.items()}
+    def _start(self, *words: str, **how: Any) -> subprocess.Popen[str]:
+        own = (json.dumps(asdict(self._settings)), str(os.getpid()))
+        return subprocess.Popen(command("keeper", *own, *words), text=True, **how)
 
-    def _check(self, upload: str) -> None:
-        """Admit an upload, or quarantine it with the reason."""
-        exchange = self._exchange
-        path = exchange.path(INCOMING, upload)
-        try:
-            controls = sorted((exchange.folder / CONTROLS).glob("*.parquet"))
-            shard = check_shard(path, self.models(), controls)
-            if bad := exchange.distrusted(shard.run_ids):
-                raise Distrusted(
-                    f"control configs of run {bad} take other times than elsewhere", []
-                )
-            operation, rows = all_operations()[operation_in(path)], 0
-            parts = exchange.parts_with(shard.run_ids)
-            parts = [part for part in parts if operation_in(part) == operation.name]
-            for room, table in ((ADMITTED, shard.rows), (CONTROLS, shard.controls)):
-                new = new_rows(table, parts, operation)
-                if new.num_rows:
-                    write(new, exchange.path(room, upload))
-                    if room == ADMITTED:
-                        rows = new.num_rows
-                        if operation is CONVOLUTION:  # which retraining is for
-                            self._new.update(new["device"].to_pylist())
-            exchange.admit(upload, rows, shard.run_ids)
-        except ConfpredError as error:
-            reason = str(error).removeprefix(f"{path}: ").replace(str(path), "the file")
-            exchange.quarantine(upload, reason, getattr(error, "run_ids", ()))
-            _log.warning("upload %s is quarantined: %s", upload[:12], reason)
+    def _check(self, upload: Submission) -> None:
+        """Admit an upload, or quarantine it with the reason. One that the server cannot check, or
+        at which the process that checks uploads ends, is tried again later."""
+        pipe, checker = subprocess.PIPE, self._checker
+        if checker is None or checker.poll() is not None:
+            checker = self._checker = self._start("check", stdin=pipe, stdout=pipe, bufsize=1)
+        with contextlib.suppress(BrokenPipeError):
+            print(upload.id, file=checker.stdin)
+        line = checker.stdout.readline() if checker.stdout else ""
+        reply = json.loads(line) if line.endswith("\n") else {}
+        if not reply and checker.wait() == -signal.SIGXCPU:
+            reply = {"refused": f"its check takes more than {MOST_S} s of a processor"}
+        if "rows" in reply:
+            self._exchange.admit(upload.id, **reply, wanted=self._settings.retrain_rows)
+            _log.info("upload %s is admitted with %d new rows", upload.id[:12], reply["rows"])
+        elif "refused" in reply:
+            self._exchange.quarantine(upload, **reply)
         else:
-            _log.info("upload %s is admitted with %d new rows", upload[:12], rows)
-            self._ask_for_jobs()
-
-    def _ask_for_jobs(self) -> None:
-        """Ask for a retraining of each device with enough new rows."""
-        wanted = self._settings.retrain_rows
-        for device in [d for d, rows in self._new.items() if wanted and rows >= wanted]:
-            del self._new[device]
-            self._exchange.add_job(device)
+            ended = f"the process that checked it ended with {checker.returncode}"
+            self._exchange.postpone(upload, reply.get("error", ended))
 
     def _run_job(self) -> None:
         """Start the next job where none runs, and see how one has ended."""
@@ -124,45 +94,111 @@ class Keeper:
             if process.poll() is None:
                 return
             self._job = None
-            (job,) = (job for job in exchange.jobs() if job.id == number)
-            if job.state == "running":  # it has not said how it ended
+            job = exchange.job(number)
+            if job.state == "running" and not settled(exchange, job, self._supervisor):
                 exchange.set_job(number, "failed", f"its process ended with {process.returncode}")
-            elif job.state == "published":
-                os.kill(self._supervisor, signal.SIGHUP)  # which reloads
         waiting = [job for job in exchange.jobs() if job.state == "queued"]
         if waiting:
             job = waiting[-1]
             exchange.set_job(job.id, "running")
-            words = (json.dumps(asdict(self._settings)), str(os.getpid()), str(job.id), job.device)
-            self._job = job.id, subprocess.Popen(command("keeper", *words))
+            self._job = job.id, self._start(str(job.id), str(self._supervisor))
 
 
-def retrain(settings: Settings, exchange: Exchange, number: int, device: str) -> None:
-    """Retrain for a device, and publish the model if it is better; the job says how that ended."""
-    paths = newest_models(settings)
-    models = {device: load_model(paths[device])} if device in paths else {}
+def check_all(settings: Settings) -> None:
+    """Answer each line of standard input, an upload's id, by one: what its check says, or the error
+    of the server for which it cannot be checked."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # as a library may print
+        exchange = rooms.Exchange(Path(settings.exchange or ""))
+        for name in map(str.strip, sys.stdin):
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MOST_S, hard))
+            try:
+                reply = _check(settings, exchange, exchange.named(name)[0])
+            except MemoryError:
+                reply = {"refused": f"its check takes more than {MOST_MEMORY} bytes of memory"}
+            except (ConfpredError, OSError) as error:
+                reply = {"error": str(error)}
+            print(json.dumps(reply), file=answers, flush=True)
+
+
+@lru_cache(maxsize=16)
+def _loaded(folder: Path) -> Any:
+    from confpred.model.folder import load_model
+
+    return load_model(folder, in_parts=True)
+
+
+def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> dict[str, Any]:
+    """Check an upload, and write its new rows as a part of the data."""
+    from confpred.data.parquet import new_rows, write
+    from confpred.problem.conv2d import CONVOLUTION
+    from confpred.retraining.admission import TOKEN, Refused, check_shard
+
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+    path, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
+    file = path if path.exists() else part  # of former versions there is the part alone
+    if not file.exists():
+        return {"refused": "its file was removed"}
+    models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}
+    try:
+        shard = check_shard(file, models, exchange.files(rooms.CONTROLS))
+    except Refused as error:
+        reason = str(error).removeprefix(f"{file}: ").replace(str(file), "the file")
+        return {"refused": reason, "run_ids": [*error.run_ids]}
+    if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:
+        return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
+    rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
+    part.unlink(missing_ok=True)
+    if rows.num_rows:
+        known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
+        write(rows.replace_schema_metadata(known), part)
+    taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
+    return {"rows": rows.num_rows, "in_all": shard.sent, "devices": Counter(taught)}
+
+
+def retrain(
+    settings: Settings, exchange: rooms.Exchange, job: Job, supervisor: int | None = None
+) -> None:
+    """Retrain a device, and publish the model if it is better; the job says how that ended."""
+    from confpred.model.folder import publish
+    from confpred.retraining import exchanged
+
+    data, holdout = exchange.files(rooms.BASE) + exchange.data(), exchange.files(rooms.HOLDOUT)
+    how: dict[str, Any] = {"device": job.device, "facts": {"job": [job.id, job.started]}}
     with TemporaryDirectory(prefix="confpred-retrain-") as folder:
-        trained = Path(folder) / "model"
-        data = [exchange.folder / ADMITTED]
+        made, models = Path(folder) / "model", generations.newest_models(settings)
         try:
-            outcome = retrain_from(data, models, trained, device=device, say=_log.info)
-            if outcome.verdict.better:
-                made = publish(trained, exchange.folder / PUBLISHED)
-        except ConfpredError as error:
-            exchange.set_job(number, "failed", str(error))
-            return
-        why = outcome.verdict.why
-        if not outcome.verdict.better:
-            exchange.set_job(number, "kept", f"against {outcome.old or 'PyTorch'}, {why}")
-            return
-    of_device = [path for path, each in published(exchange.folder) if each.card.device == device]
-    for old in of_device[KEPT:]:
+            found = exchanged.retrain_from(
+                data, models, made, holdout=holdout, say=_log.info, **how
+            )
+            if found.verdict.better:
+                publish(made, exchange.folder / generations.PUBLISHED)
+        except (ConfpredError, OSError) as error:
+            return exchange.set_job(job.id, "failed", rooms.readable(str(error)))
+    if not (found.verdict.better and settled(exchange, job, supervisor)):
+        return exchange.set_job(job.id, "kept", found.why)
+    known = generations.published(exchange.folder)
+    for old in [path for path, read in known if read.card.device == job.device][generations.KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
-    exchange.set_job(number, "published", f"{made.name}: against {outcome.old or 'PyTorch'}, {why}")
+    return None
+
+
+def settled(exchange: rooms.Exchange, job: Job, supervisor: int | None) -> bool:
+    """Have the model that a job has published loaded, and then say so; False if there is none. The
+    model's card names the job, so that this can be done again after a kill at any moment."""
+    for path, read in generations.published(exchange.folder):
+        content = read.card.content
+        if content.get("job") == [job.id, job.started]:
+            if supervisor is not None:
+                os.kill(supervisor, signal.SIGHUP)  # which reloads
+            exchange.set_job(job.id, "published", f"{path.name}: {content.get('why')}")
+            return True
+    return False
 
 
 def main() -> None:
-    """Check uploads and start jobs; or, where the command line names a job, do it."""
+    """Have uploads checked and start jobs; or, where the command line says so, check or do one."""
     fields, parent, *job = sys.argv[1:]
     settings = Settings(**json.loads(fields))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -174,6 +210,9 @@ def main() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if not job:
         Keeper(settings, int(parent)).run()
-    number, device = job
-    retrain(settings, Exchange(Path(settings.exchange or "")), int(number), device)
+    elif job == ["check"]:
+        check_all(settings)
+    else:
+        exchange, (number, supervisor) = rooms.Exchange(Path(settings.exchange or "")), job
+        retrain(settings, exchange, exchange.job(int(number)), int(supervisor))
     logging.shutdown()

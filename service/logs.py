@@ -220,9 +220,7 @@ def write_refused(client: tuple[str, int] | None, status: int, seconds: float) -
     _write({**unknown, "http_version": "1.1"}, status, seconds, echoed)
 
 
-def _write(
-    scope: Scope, status: int, seconds: float, echoed: Sequence[tuple[bytes, bytes]]
-) -> None:
+def _write(scope: Scope, status: int, took: float, echoed: Sequence[tuple[bytes, bytes]]) -> None:
     client, answer = scope.get("client"), scope.get(ANSWER, {})
     where = "-" if client is None else f"{client[0]}:{client[1]}"
     target = scope.get("raw_path", b"").decode("latin-1")
@@ -233,14 +231,14 @@ def _write(
         "method": scope["method"],
         "target": target,
         "status": status,
-        "duration_ms": round(seconds * 1e3, 3),
+        "duration_ms": round(took * 1e3, 3),
         **{_FIELDS[name]: value.decode("latin-1") for name, value in echoed},
         **({"token": scope[TOKEN]} if TOKEN in scope else {}),
         **answer,
     }
     message = (
         f'{where} - "{scope["method"]} {target} HTTP/{scope["http_version"]}" {status} '
-        f"{seconds * 1e3:.2f} ms {fields['request_id']}"
+        f"{took * 1e3:.2f} ms {fields['request_id']}"
     )
     if answer:
         sources = " ".join(f"{source}={count}" for source, count in answer["sources"].items())

@@ -13,13 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import metrics_core as core
 
 from confpred._version import __version__
 from confpred.model.folder import Model
@@ -46,17 +40,11 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {
     "confpred_requests": Family("HTTP requests.", ("route", "status")),
-    "confpred_request_seconds": Family(
-        "Time to serve a request.", ("route",), "histogram", _SECONDS
-    ),
+    "confpred_request_seconds": Family("Times of requests.", ("route",), "histogram", _SECONDS),
     "confpred_in_flight_requests": Family("Requests under way.", (), "gauge"),
     "confpred_replies": Family("Predict replies, by what had them ready.", ("origin",)),
-    "confpred_problems": Family(
-        "Problems answered, by the source of the best choice.", ("source",)
-    ),
-    "confpred_batch_problems": Family(
-        "Problems in a request that was answered.", (), "histogram", _PROBLEMS
-    ),
+    "confpred_problems": Family("Problems answered, by the best choice's source.", ("source",)),
+    "confpred_batch_problems": Family("Problems of a request.", (), "histogram", _PROBLEMS),
     "confpred_worked_out_problems": Family("Problems worked out, as they were not in memory."),
     "confpred_dropped_requests": Family("Requests given up, by the reason.", ("reason",)),
     "confpred_queued_requests": Family("Requests that wait for work.", (), "gauge"),
@@ -65,9 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
     "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
     "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
-    "confpred_uploads": Family(
-        "Uploads of measurements, by what became of them.", ("state",), "gauge"
-    ),
+    "confpred_uploads": Family("Uploads, by what became of them.", ("state",), "gauge"),
     "confpred_upload_bytes": Family("Bytes of all uploads."),
     "confpred_jobs": Family("Retraining jobs, by state.", ("state",), "gauge"),
     "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),
@@ -146,7 +132,7 @@ class Totals:
         return total
 
 
-def families(counts: Rows) -> Iterator[Metric]:
+def families(counts: Rows) -> Iterator[core.Metric]:
     """Yield `counts` as Prometheus's client writes them."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for name, *key, value in counts:
@@ -156,15 +142,15 @@ def families(counts: Rows) -> Iterator[Metric]:
         if family.kind == "histogram":
             yield _histogram(name, family, found)
             continue
-        kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+        kind = core.GaugeMetricFamily if family.kind == "gauge" else core.CounterMetricFamily
         made = kind(name, family.help, labels=family.labels)
         for labels, value in found.items() or ([] if family.labels else [((), 0)]):
             made.add_metric(labels, value)
         yield made
 
 
-def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
-    made = HistogramMetricFamily(name, family.help, labels=family.labels)
+def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> core.Metric:
+    made = core.HistogramMetricFamily(name, family.help, labels=family.labels)
     for labels in dict.fromkeys(key[:-1] for key in found) or ([] if family.labels else [()]):
         total, buckets = 0.0, []
         for place, most in enumerate((*map(str, map(float, family.buckets)), "+Inf")):
@@ -177,25 +163,25 @@ def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> Metric:
 class _Collected(NamedTuple):
     """Metrics as a registry has them."""
 
-    metrics: Sequence[Metric]
+    metrics: Sequence[core.Metric]
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[core.Metric]:
         return self.metrics
 
 
 def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = InfoMetricFamily("confpred_build", "The versions that run; always 1.")
+    build = core.InfoMetricFamily("confpred_build", "The versions that run; always 1.")
     build.add_metric((), {"version": __version__, "python": platform.python_version()})
-    answering = InfoMetricFamily("confpred_model", "The models that answer; always 1.")
+    answering = core.InfoMetricFamily("confpred_model", "The models that answer; always 1.")
     for device, model in models.items():
         labels = {"device": device, "version": model.version, "digest": model.digest}
         answering.add_metric((), labels)
-    states: dict[str, Metric] = {}
+    states: dict[str, core.Metric] = {}
     for name, process in processes.items():
         for metric in ProcessCollector("confpred", partial(int, process), registry=None).collect():
-            empty = Metric(metric.name, metric.documentation, metric.type)
+            empty = core.Metric(metric.name, metric.documentation, metric.type)
             whole = states.setdefault(metric.name, empty)
             for sample in metric.samples:
                 whole.add_sample(sample.name, {"process": name}, sample.value)

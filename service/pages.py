@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,23 +27,16 @@ from starlette.responses import HTMLResponse, Response
 from confpred.errors import DataError, InvalidInput
 from confpred.files import read_json
 from confpred.model.card import DRIFT_FORMAT
+from confpred.predict import explain
 from confpred.predict.choice import MAX_TOP
-from confpred.predict.explain import (
-    LayerExplanation,
-    NearestLayers,
-    Table,
-    explain_layers,
-    remark_on,
-    summary,
-    tables,
-)
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.limits import UNLIMITED
 
 from .exchange import Exchange
 from .generations import Loaded
-from .predict import Predict, encode
+from .predict import Memory, Predict, Question, encode
 from .scheduler import Steps
 from .schema import EXAMPLE, ModelsReply, ServedModel
 
@@ -52,6 +45,7 @@ PATHS = ("/", "/docs", "/openapi.json")
 _TOP = 5  # choices that the form asks for at first
 _LATEST = 20  # jobs, uploads, and reports of drift that are shown
 _LARGEST = 4 * 2**20  # bytes of such a report
+_EXPLAINED = 50_000  # bytes of an explanation, about
 _WANTED = 0.95  # the share of answers that is to be within its bound
 #: Kinds of answers in a model's card, as the page calls them.
 _ANSWERS = {
@@ -60,30 +54,14 @@ _ANSWERS = {
     "always PyTorch's": "PyTorch's operator alone",
 }
 #: The fields of a problem in the form, in groups, and their names for people.
+_NAMES = {
+    "Tensors": "n batch size, c input channels, h input height, w input width, k output channels",
+    "Filter": "r filter height, s filter width, stride, padding, dilation, groups",
+    "Computation": "dtype data type, direction, activation, bias, residual, deterministic",
+}
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "Tensors": {
-        "n": "batch size",
-        "c": "input channels",
-        "h": "input height",
-        "w": "input width",
-        "k": "output channels",
-    },
-    "Filter": {
-        "r": "filter height",
-        "s": "filter width",
-        "stride": "stride",
-        "padding": "padding",
-        "dilation": "dilation",
-        "groups": "groups",
-    },
-    "Computation": {
-        "dtype": "data type",
-        "direction": "direction",
-        "activation": "activation",
-        "bias": "bias",
-        "residual": "residual",
-        "deterministic": "deterministic",
-    },
+    title: {words.split()[0]: words.partition(" ")[2] or words for words in names.split(", ")}
+    for title, names in _NAMES.items()
 }
 
 
@@ -99,14 +77,14 @@ def install(
     @app.get("/", include_in_schema=False)
     async def home(request: Request) -> Response:
         generation = loaded(request.app).current
-        layers = predict.memory_of(generation.predictor).layers
+        memory = predict.memory_of(generation.predictor)
         state = request.app.state
         shown = {
             **_shown_models((await listed(request.app)).models),
             **await asyncio.to_thread(_exchanged, state.exchange),
             "drift": await asyncio.to_thread(read_drift, state.settings.drift),
         }
-        steps = _home(generation.predictor, layers, dict(request.query_params), shown)
+        steps = _home(generation.predictor, memory, dict(request.query_params), shown)
         found = await predict.work(steps, request.scope, request.receive, 1)
         if found is None:
             return Response(status_code=499)  # nobody is there to read it
@@ -171,8 +149,7 @@ class Field:
     is_flag: bool = False  # a box to tick, whose text is then ``true``
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A line of a drawing: its words, and how long it is and how far its whisker reaches, as shares
     of the width."""
 
@@ -183,8 +160,7 @@ class Bar:
     ours: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawing of bars: its id in the page, its title and description, and a line at `mark`."""
 
     name: str
@@ -195,10 +171,7 @@ class Chart:
 
 
 def _home(
-    predictor: Predictor,
-    layers: dict[str, NearestLayers],
-    query: Mapping[str, str],
-    shown: Mapping[str, Any],
+    predictor: Predictor, memory: Memory, query: Mapping[str, str], shown: Mapping[str, Any]
 ) -> Steps[tuple[str, int]]:
     """Work out the page and its status; `shown` is all but the answer."""
     yield 1
@@ -206,8 +179,12 @@ def _home(
     if query:
         try:
             problem, device, top = read_query(query)
-            asked = explain_layers([problem], device, top=top, predictor=predictor, layers=layers)
-            answer = next(asked)
+            asked = Question(device.key, top, problem, None, UNLIMITED)
+            answer = memory.explained.get(asked)
+            if answer is None:
+                how: dict[str, Any] = {"predictor": predictor, "layers": memory.layers}
+                answer = next(iter(explain.explain_layers([problem], device, top=top, **how)))
+                memory.explained.put(asked, answer, _EXPLAINED)
         except InvalidInput as refused:
             error = refused
         yield 1
@@ -219,9 +196,9 @@ def _home(
         known={field.name for fields in groups.values() for field in fields},
         groups=groups,
         answer=answer,
-        summary=[] if answer is None else summary(answer),
-        tables=[] if answer is None else tables(answer),
-        remark="" if answer is None else remark_on(answer),
+        summary=[] if answer is None else explain.summary(answer),
+        tables=[] if answer is None else explain.tables(answer),
+        remark="" if answer is None else explain.remark_on(answer),
         times=None if answer is None else times_chart(answer),
         stale={m.version: m.stale for m in predictor.models.values() if m.stale},
         **shown,
@@ -275,7 +252,7 @@ def _question(query: Mapping[str, str], predictor: Predictor) -> Iterator[Field]
     yield Field("top", "candidates to list", top or str(_TOP), f"1 to {MAX_TOP}", required=True)
 
 
-def times_chart(answer: LayerExplanation) -> Chart:
+def times_chart(answer: explain.LayerExplanation) -> Chart:
     """Return the expected times of the choices and of PyTorch's operator; a line marks the
     roofline."""
     rows = [
@@ -290,9 +267,7 @@ def times_chart(answer: LayerExplanation) -> Chart:
         Bar(label, "no prediction" if ms is None else f"{ms:.4f} ms", (ms or 0.0) / most, ours=ours)
         for label, ms, ours in rows
     ]
-    about = (
-        f"One bar a candidate, expected time of a launch. The line is the roofline, {floor:.4f} ms."
-    )
+    about = f"A bar a candidate, its expected time; the line is the roofline, {floor:.4f} ms."
     return Chart("times", "Expected times", about, bars, floor / most)
 
 
@@ -313,7 +288,7 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
         ))  # fmt: skip
     used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
     charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
-    return {"models": Table("Models", "", 8, rows), "charts": charts}
+    return {"models": explain.Table("Models", "", 8, rows), "charts": charts}
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
@@ -371,12 +346,12 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
         rows = "" if each.rows is None else f"{each.rows:,}"
         uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
     return {
-        "jobs": Table("The latest jobs", "", 0, jobs),
-        "uploads": Table("The latest uploads of measurements", "", 2, uploads),
+        "jobs": explain.Table("The latest jobs", "", 0, jobs),
+        "uploads": explain.Table("The latest uploads of measurements", "", 2, uploads),
     }
 
 
-def read_drift(folder: str | None) -> Table:
+def read_drift(folder: str | None) -> explain.Table:
     """Return the latest reports of ``confpred drift --json`` in a folder; a file that is none is a
     row that says so."""
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
@@ -393,7 +368,7 @@ def read_drift(folder: str | None) -> Table:
             rows.append((checked, *times, *words))
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))
-    return Table("The latest checks", "", 3, rows)
+    return explain.Table("The latest checks", "", 3, rows)
 
 
 def _modified(path: Path) -> float:

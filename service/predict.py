@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from confpred.predict.choice import answer_json, joined_json
-from confpred.predict.explain import NearestLayers
+from confpred.predict.explain import LayerExplanation, NearestLayers
 from confpred.predict.predictor import Predictor
 from confpred.problem.limits import Limits
 from confpred.problem.record import Record
@@ -50,7 +50,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECA
 #: The error's code and message when work is refused and the client is still there.
 REFUSALS: Mapping[Reason, tuple[str, str]] = {
     "queue": ("overloaded", "too many problems are waiting already"),
-    "deadline": ("deadline_exceeded", "the answer would have come later than it may"),
+    "deadline": ("deadline_exceeded", "the answer would come later than it may"),
 }
 
 
@@ -73,8 +73,7 @@ class Answer:
     source: str = ""  # of the best choice
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """The reply to one request."""
 
     body: bytes
@@ -126,8 +125,10 @@ class Memory:
         self.answers: Latest[Question, Answer] = Latest(limit // 2)
         #: Answers that some request waits for, as long as it does.
         self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
-        #: The measured layers of its models, by their versions, from the first that was explained.
+        #: The measured layers of its models, by their versions, from the first that was explained;
+        #: and what was explained.
         self.layers: dict[str, NearestLayers] = {}
+        self.explained: Latest[Question, LayerExplanation] = Latest(limit // 8)
 
     def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
         """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
@@ -263,7 +264,7 @@ class Predict:
         None if the client leaves before.
 
         Raises:
-            RequestError: 503, as too many problems wait, or it would take too long.
+            RequestError: 429, as too many problems wait, or it would take too long.
         """
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -281,7 +282,7 @@ class Predict:
             code, message = REFUSALS[refused.reason]
             message = f"{message}; ask again in {refused.retry_s} s"
             headers = {"retry-after": str(refused.retry_s)}
-            raise RequestError(503, code, message, headers=headers) from None
+            raise RequestError(429, code, message, headers=headers) from None
         finally:
             gone.cancel()
 

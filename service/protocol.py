@@ -15,10 +15,12 @@ import logging
 import math
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -37,6 +39,8 @@ _WIRE_FACTOR = 8
 _PIECE = 4096
 #: Path of requests that have measurements as their body.
 UPLOADS = b"/v1/measurements"
+#: Headers that say where a body ends.
+_FRAMING = (b"content-length", b"transfer-encoding")
 #: Bytes that may wait to be parsed before no more are read.
 _MOST_HELD = 65_536
 _SLOW_HEAD, _SLOW_BODY = (
@@ -72,7 +76,8 @@ class LimitedProtocol(HttpToolsProtocol):
     on_refused: OnRefused  # for each request that is refused before the application sees it
     on_lost: Callable[[], None] = staticmethod(lambda: None)  # when the connection is closed
     _due: RequestError | None = None  # the reply at the deadline; None closes without a word
-    _in_head = _refused = False
+    _in_head = _refused = _resuming = False
+    _piece = b""  # that is parsed
     _began = 0.0
     _received = 0  # bytes of the message that is arriving ...
     _most_body = 0  # ... and how many its body may have on the wire
@@ -96,6 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             piece = data[place : place + _PIECE]
             place += len(piece)
             self._received += len(piece)
+            self._piece = piece
             super().data_received(piece)
             if self._received > self.limits.max_head + (0 if self._in_head else self._most_body):
                 self._refuse_length()
@@ -117,7 +123,29 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not (self.flow.held or self._in_head):
             self.cycle.keep_alive = False
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on with a request as if it had not asked for another protocol, as RFC 9110 has it. The
+        parser takes its body for that protocol's, so that another one is told how it is framed."""
+        offset = sys.exc_info()[1].args[0]  # type: ignore[union-attr]
+        framing = (each for each in self.headers if each[0] in _FRAMING)
+        head = b"".join(b"%s: %s\r\n" % header for header in framing)
+        self._piece, self._resuming = self._piece[offset:], True
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + head + b"\r\n")
+        self._resuming = False
+        super().data_received(self._piece)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resuming:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._resuming:
+            super().on_header(name, value)
+
     def on_message_begin(self) -> None:
+        if self._resuming:
+            return
         super().on_message_begin()
         self._in_head = True
         self._set_deadline(self.limits.head_timeout, _SLOW_HEAD)
@@ -128,7 +156,13 @@ class LimitedProtocol(HttpToolsProtocol):
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.limits.max_head:
                 self._refuse_length()
+        if self._resuming:
+            return
         self._in_head = False
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1") or hosts > 1 or (version == "1.1" and not hosts):
+            self.send_400_response("")
         limits, is_upload = self.limits, self.url.startswith(UPLOADS)
         most = limits.max_upload_mib * 2**20 if is_upload else limits.max_body_bytes
         self._most_body = _WIRE_FACTOR * most
@@ -141,7 +175,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._refused:
+        if not (self._refused or self.parser.should_upgrade()):
             self._received, self.deadline = 0, math.inf
             super().on_message_complete()
 
@@ -150,7 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._go_on()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(RequestError(400, "bad_request", "the request is not HTTP/1.1"))
+        self._refuse(RequestError(400, "bad_request", "the request is not HTTP/1.1 with one Host"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -234,9 +268,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
     """Return the protocol with the limits of `settings`."""
-    return type(
-        "_Protocol", (LimitedProtocol,), {"limits": settings, "on_refused": staticmethod(refused)}
-    )
+    own = {"limits": settings, "on_refused": staticmethod(refused)}
+    return type("_Protocol", (LimitedProtocol,), own)
 
 
 def connections(server: uvicorn.Server) -> list[LimitedProtocol]:

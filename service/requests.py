@@ -202,9 +202,8 @@ def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictReq
         InvalidInput: a field holds a value that is not allowed; the error has the field's path.
     """
     try:
-        fields = json.loads(
-            body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant
-        )
+        text, unique = body.decode(), _unique
+        fields = json.loads(text, object_pairs_hook=unique, parse_constant=_refuse_constant)
         return (yield from _request(fields, settings))
     except RecursionError:
         raise _malformed("it is nested too deeply") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +19,7 @@ from confpred.problem.limits import Limits
 
 from . import Settings
 
-EXAMPLE = Problem(
-    n=32, c=64, h=56, w=56, k=64, r=3, s=3, padding=(1, 1), groups=8, activation="relu"
-)
+EXAMPLE = Problem(32, 64, 56, 56, 64, 3, 3, padding=(1, 1), groups=8, activation="relu")
 #: Media type of uploaded measurements.
 PARQUET = "application/vnd.apache.parquet"
 #: Paths that anybody may ask.
@@ -100,6 +99,9 @@ class DevicesReply:
     devices: list[ServedDevice]
 
 
+_FIGURES = ("rows", "problems", "networks")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that is loaded, or that is published and can be fetched.
@@ -139,12 +141,7 @@ class ServedModel:
             created=card.created,
             in_use=in_use,
             kernels={family: list(entry.source_digests) for family, entry in card.families.items()},
-            figures={
-                **card.metrics,
-                "rows": card.data.rows,
-                "problems": card.data.problems,
-                "networks": card.data.networks,
-            },
+            figures={**card.metrics, **{n: getattr(card.data, n) for n in _FIGURES}},
         )
 
 
@@ -184,17 +181,20 @@ class Submission:
 
     Attributes:
         id: SHA-256 of its bytes.
-        state: ``received`` until it is checked, then ``admitted`` or ``quarantined``.
+        state: ``received`` until it is checked, then ``admitted`` or ``quarantined``; ``revoked``
+            where the operator has taken it back.
         rows: how many of its rows are new in the data; null until it is admitted.
-        reason: why it is quarantined; else null.
+        reason: why it is quarantined or revoked, or could not be checked yet; else null.
         received: when it was acknowledged, ISO 8601.
+        token: name of the token that it was sent with.
     """
 
     id: str
-    state: Literal["received", "admitted", "quarantined"]
+    state: Literal["received", "admitted", "quarantined", "revoked"]
     rows: int | None
     reason: str | None
     received: str
+    token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,52 +245,28 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-#: The request body of ``/v1/predict``; its schema is among the components that `install` adds.
-PREDICT_BODY: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "version",
-            "in": "query",
-            "required": False,
-            "schema": {"type": "string"},
-            "description": "Name or digest of a loaded model, to be answered by its generation.",
-        }
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": _ref("PredictRequest"), "examples": EXAMPLES}},
-    },
-}
+def _described(parameter: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what describes a request: its only parameter beside those in the path, and its body by
+    media type, if it has one."""
+    body = {"requestBody": {"required": True, "content": content}} if content else {}
+    return {"parameters": [{"required": True, "schema": {"type": "string"}, **parameter}], **body}
 
 
+_DEVICE = "A device's key, or the name that its driver reports."
+_VERSION = "Name or digest of a loaded model, to be answered by its generation."
 _HASH = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-#: The request body of ``/v1/measurements``, and the query of ``/v1/jobs``.
-MEASUREMENTS_BODY: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "Idempotency-Key",
-            "in": "header",
-            "required": True,
-            "schema": _HASH,
-            "description": "SHA-256 of the body, which is also the upload's id.",
-        }
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {PARQUET: {"schema": {"type": "string", "format": "binary"}}},
-    },
-}
-JOB_QUERY: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "device",
-            "in": "query",
-            "required": True,
-            "schema": {"type": "string"},
-            "description": "A device's key, or the name that its driver reports.",
-        }
-    ]
-}
+_KEY = "SHA-256 of the body, which is also the upload's id."
+#: Requests to ``/v1/predict``, whose schema is among the components that `install` adds, to
+#: ``/v1/measurements`` and to ``/v1/jobs``.
+PREDICT_BODY = _described(
+    {"name": "version", "in": "query", "required": False, "description": _VERSION},
+    {"application/json": {"schema": _ref("PredictRequest"), "examples": EXAMPLES}},
+)
+MEASUREMENTS_BODY = _described(
+    {"name": "Idempotency-Key", "in": "header", "schema": _HASH, "description": _KEY},
+    {PARQUET: {"schema": {"type": "string", "format": "binary"}}},
+)
+JOB_QUERY = _described({"name": "device", "in": "query", "description": _DEVICE}, {})
 
 
 def install(app: FastAPI, settings: Settings) -> None:
@@ -331,17 +307,9 @@ def _secure(described: dict[str, Any]) -> None:
                 operation["responses"]["401"] = reply
 
 
-def _object(
-    title: str, description: str | None, properties: dict[str, Any], **more: Any
-) -> dict[str, Any]:
-    return {
-        "title": title,
-        "description": description,
-        "type": "object",
-        "properties": properties,
-        **more,
-        "additionalProperties": False,
-    }
+def _object(title: str, about: str | None, properties: Any, **more: Any) -> dict[str, Any]:
+    known = {"title": title, "description": about, "type": "object", "properties": properties}
+    return {**known, **more, "additionalProperties": False}
 
 
 def _bodies(settings: Settings) -> dict[str, Any]:
@@ -355,41 +323,24 @@ def _bodies(settings: Settings) -> dict[str, Any]:
         "tf32": {"type": "boolean", "default": True},
         "max_error": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     }
+    top = {"type": "integer", "minimum": 1, "maximum": MAX_TOP, "default": 1}
+    regret = {"anyOf": [{"type": "number", "minimum": 1, "maximum": 1e300}, {"type": "null"}]}
+    count = {"minItems": 1, "maxItems": settings.max_batch}
+    falls_back = "Answer PyTorch's own operator where the bound on the choice's regret is above it."
     request = {
-        "device": {
-            "type": "string",
-            "description": "A device's key, or the name that its driver reports.",
-        },
+        "device": {"type": "string", "description": _DEVICE},
         "problem": _ref("Problem"),
-        "problems": {
-            "type": "array",
-            "items": _ref("Problem"),
-            "minItems": 1,
-            "maxItems": settings.max_batch,
-        },
-        "top": {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": MAX_TOP,
-            "default": 1,
-            "description": "How many choices each problem gets, best first.",
-        },
-        "max_regret": {
-            "anyOf": [{"type": "number", "minimum": 1}, {"type": "null"}],
-            "default": None,
-            "description": "Answer PyTorch's own operator, as a fallback, where the bound on "
-            "the choice's regret is above this.",
-        },
+        "problems": {"type": "array", "items": _ref("Problem"), **count},
+        "top": {**top, "description": "How many choices each problem gets, best first."},
+        "max_regret": {**regret, "default": None, "description": falls_back},
         "limits": _ref("Limits"),
     }
     asked = "Problems to choose configs for: `problem` for one, `problems` for many."
-    either = [{"required": ["problem"]}, {"required": ["problems"]}]
+    either: dict[str, Any] = {"oneOf": [{"required": [name]} for name in ("problem", "problems")]}
     return {
         "Problem": _object("Problem", inspect.getdoc(Problem), problem, required=required),
         "Limits": _object("Limits", inspect.getdoc(Limits), limits),
-        "PredictRequest": _object(
-            "PredictRequest", asked, request, required=["device"], oneOf=either
-        ),
+        "PredictRequest": _object("PredictRequest", asked, request, required=["device"], **either),
     }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from confpred.errors import ConfpredError, InvalidInput
 
-from . import Settings, exchange, generations, logs, tokens
+from . import Settings, generations, logs, tokens
 from .child import Child, Fields, keep, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
@@ -184,12 +184,12 @@ class Supervisor:
         that were published since are withdrawn."""
         async with self._changing:
             former = self._history[:-1]
-            if not former and exchange.withdraw(self._settings, None):
+            if not former and generations.withdraw(self._settings, None):
                 former = [await asyncio.to_thread(self._publish)]
             if not former:
                 raise ConfpredError("no former generation is loaded")
             await self._change(former, self._known)
-            exchange.withdraw(self._settings, former[-1])
+            generations.withdraw(self._settings, former[-1])
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
@@ -406,6 +406,8 @@ class Supervisor:
             host, port = self._listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             workers = f"{wanted} worker{'s' if wanted > 1 else ''}"
+            unsigned = self._settings.model and not self._settings.signed_by
+            workers += ", models unsigned as far as is known" if unsigned else ""
             _log.info("confpred running on http://%s:%d with %s", shown, port, workers)
             tell_systemd(READY="1")
 

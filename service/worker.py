@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -188,17 +189,11 @@ def main() -> None:
         sys.exit(1)
     loaded = Loaded(current, others)
     app = create_app(settings, loaded)
-    config = uvicorn.Config(
-        app,
-        http=limited(settings, app.state.refused),
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        forwarded_allow_ips=settings.trusted_proxies,
-        timeout_keep_alive=settings.idle_timeout,
-        timeout_graceful_shutdown=settings.grace,
-    )
+    how: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False}
+    how |= {"server_header": False, "forwarded_allow_ips": settings.trusted_proxies}
+    how |= {"timeout_keep_alive": settings.idle_timeout}
+    how |= {"timeout_graceful_shutdown": settings.grace}
+    config = uvicorn.Config(app, http=limited(settings, app.state.refused), **how)
     worker = Worker(start, app, loaded)
     _Server(config, worker).run(sockets=[])
     if worker.orphaned:  # nobody else tidies up

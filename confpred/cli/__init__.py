@@ -33,6 +33,7 @@ COMMANDS = {
     "check-family": ("sample", "Check a kernel family of your own against the protocol."),
     "serve": ("serve", "Answer config queries over HTTP."),
     "token": ("serve", "Make an access token for the HTTP service, or revoke one."),
+    "exchange": ("serve", "List the uploads of a service, take them back, or check them again."),
 }
 
 

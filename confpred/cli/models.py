@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from confpred.cli.arguments import aligned, json_option, require_packages
+from confpred.cli.arguments import FILE, aligned, json_option, require_packages
 from confpred.errors import InvalidInput, ModelError
 from confpred.problem.conv2d import CONVOLUTION
 
 _url = click.option("--url", help="Service to ask, such as http://127.0.0.1:8000.")
+_signed_by = click.option(
+    "--signed-by", "signers", type=FILE, help="Take only what one of these allowed signers signed."
+)
 _DIGITS = 12  # of a digest that are shown
 
 
@@ -92,7 +96,8 @@ def list_models(url: str | None, as_json: bool) -> None:
 @click.option("--url", required=True, help="Service to fetch from.")
 @click.option("--device", help="The model in use for this device.")
 @click.option("--digest", help="The model of this digest, or of 8 or more digits of it.")
-def pull(url: str, device: str | None, digest: str | None) -> None:
+@_signed_by
+def pull(url: str, device: str | None, digest: str | None, signers: Path | None) -> None:
     """Fetch a model from a service, and use it if it is the newest for its device.
 
     A pull that was cut off goes on where it was; the model is there whole or not at all.
@@ -114,15 +119,26 @@ def pull(url: str, device: str | None, digest: str | None) -> None:
     if len(found) != 1:
         known = ", ".join(f"{each['device']} {each['digest'][:_DIGITS]}" for each in offered)
         raise InvalidInput("digest" if digest else "device", digest or device, f"one of {known}")
-    made = fetch(url, found[0]["digest"], users_models())
-    newest = _by_device(_here())[found[0]["device"]]["folder"]
-    click.echo(f"{made}: {found[0]['digest']}")
+    wanted = device or str(found[0]["device"])
+    made = fetch(url, str(found[0]["digest"]), wanted, users_models(), signers)
+    newest = _by_device(_here())[wanted]["folder"]
+    click.echo(f"{made}: {found[0]['digest']}, {_signed(made, signers)}")
     click.echo("in use from now on" if newest == made else f"{newest} is newer and stays in use")
+
+
+def _signed(folder: Path, signers: Path | None) -> str:
+    """Return by whom a model is signed, in words; raises where `signers` are given and none has."""
+    from confpred.model.card import SIGNATURE, signed_by
+
+    if signers is not None:
+        return f"signed by {signed_by(folder, signers)}"
+    return "signed, which --signed-by verifies" if (folder / SIGNATURE).exists() else "unsigned"
 
 
 @models.command("verify")
 @_url
-def verify(url: str | None) -> None:
+@_signed_by
+def verify(url: str | None, signers: Path | None) -> None:
     """Compare each model's files with their digests, and with a service those in use.
 
     Exit code: 0 if all are whole, and the service's where one was asked; else 1.
@@ -135,7 +151,7 @@ def verify(url: str | None) -> None:
         folder, name = model["folder"], model["name"]
         try:
             read_files(folder).check_trees(folder)
-            click.echo(f"{name}: whole, {model['digest']}")
+            click.echo(f"{name}: whole, {model['digest']}, {_signed(folder, signers)}")
         except ModelError as error:
             broken.append(name)
             click.echo(f"{name}: {error}")

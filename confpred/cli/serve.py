@@ -13,7 +13,7 @@ import click
 
 from confpred import training
 from confpred.cli import leave_signals
-from confpred.cli.arguments import require_packages
+from confpred.cli.arguments import aligned, require_packages
 from confpred.errors import DataError, InvalidInput, nearest
 from confpred.service import MODULES, Settings, tokens
 
@@ -26,6 +26,7 @@ _PATHS = {
     "model": click.Path(exists=True, file_okay=False),
     "plan": click.Path(exists=True),
     "tokens": click.Path(exists=True, dir_okay=False),
+    "signed_by": click.Path(exists=True, dir_okay=False),
     "exchange": click.Path(file_okay=False),
 }
 #: The beginning of the environment's variables that are settings.
@@ -165,3 +166,40 @@ def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
         secret, token = tokens.make(name, scope)
         tokens.write(path, others if revoke else (*known, token))
     click.echo(f"revoked {name}; servers follow at their next reload" if revoke else secret)
+
+
+@click.command("exchange")
+@click.argument("action", type=click.Choice(("list", "revoke", "requeue")))
+@click.argument("name", required=False)
+@click.option(
+    "--exchange",
+    "folder",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="CONFPRED_SERVE_EXCHANGE",
+    show_envvar=True,
+    help="The folder of confpred serve --exchange.",
+)
+def exchange(action: str, name: str | None, folder: Path) -> None:
+    """List what hosts have sent, take it back (revoke), or have it checked again (requeue).
+
+    NAME is that of a token, or an upload's id, of which 8 digits are enough. Published models that
+    have learned from rows that are revoked are withdrawn; then reload the server.
+    """
+    require_packages("serve", *MODULES)
+    from confpred.service.exchange import Exchange
+
+    store = Exchange(folder)
+    if name is None and action != "list":
+        raise click.UsageError(f"{action} needs the NAME of a token or an upload")
+    changed, withdrawn = store.latest(1000) if name is None else store.named(name), []
+    if name is not None and action == "revoke":
+        withdrawn = store.revoke(name)
+    elif name is not None and action == "requeue":
+        store.requeue(name)
+    table = [("upload", "token", "state", "rows", "received", "reason")]
+    for each in filter(None, (store.find(upload.id) for upload in changed)):
+        rows = "" if each.rows is None else str(each.rows)
+        words = (each.token, each.state, rows, each.received, each.reason or "")
+        table.append((each.id[:12], *words))
+    click.echo("\n".join([*aligned(table), *(f"withdrawn: {model}" for model in withdrawn)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,12 @@ NOT_BETTER = 3
     metavar="URL-OR-FOLDER",
     help="Measure nothing: train on those of a service, a folder, or a URL such as s3://bucket.",
 )
+@click.option(
+    "--holdout",
+    type=FILE_OR_FOLDER,
+    multiple=True,
+    help="With --from: measurements that nothing learns from, to judge by; may be repeated.",
+)
 @timeout_option
 def retrain(
     device: str,
@@ -85,6 +92,7 @@ def retrain(
     jobs: int | None,
     pytorch: bool,
     source: str | None,
+    holdout: tuple[Path, ...],
     timeout: str,
 ) -> None:
     """Measure this GPU, train on it, and use the model if it is better.
@@ -104,9 +112,9 @@ def retrain(
     killed goes on where it was when the same command is given again. Any GPU of compute capability
     8.0 or later will do; one that no table has is described by its driver and a short benchmark.
 
-    With --from no GPU is needed, and --device is the one to train for, such as h100. Old and new
-    are judged by the measured configs of networks that are held out, and times far from what the
-    old model expects are left out.
+    With --from no GPU is needed, and --device is the one to train for, such as h100. Uploads to a
+    service teach the present model, beside your own --data; --holdout judges, or else one network
+    in ten of your own.
 
     Exit code: 0 if a new model is in use, 3 if the old one stays, 130 if stopped, 1 on an error, 2
     on a wrong option.
@@ -114,13 +122,13 @@ def retrain(
     \b
     confpred retrain --device cuda:0 --budget 15m
     confpred retrain --budget 1h --data datasets/h100
-    confpred retrain --from http://127.0.0.1:8000 --device h100
+    confpred retrain --from http://127.0.0.1:8000 --device h100 --data base --holdout holdout
     confpred drift        # later: does it still hold?
     """
     require_packages("train", *MODULES)
     if source is not None:
         given = None if device == _DEFAULT_GPU else device
-        sys.exit(retrain_from_and_report(source, data, given))
+        sys.exit(retrain_from_and_report(source, data, holdout, given))
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
     with as_file(files("confpred.suites")) as own:
@@ -138,7 +146,9 @@ def retrain(
     sys.exit(retrain_and_report(request))
 
 
-def retrain_from_and_report(source: str, data: tuple[Path, ...], device: str | None) -> int:
+def retrain_from_and_report(
+    source: str, data: tuple[Path, ...], holdout: tuple[Path, ...], device: str | None
+) -> int:
     """Retrain on measurements that are there, with a summary; returns the exit code."""
     from tempfile import TemporaryDirectory
 
@@ -147,13 +157,10 @@ def retrain_from_and_report(source: str, data: tuple[Path, ...], device: str | N
     from confpred.retraining.retrain import Report
 
     with measurements_at(source) as folder, TemporaryDirectory(prefix="confpred-") as made:
-        out = Path(made) / "model"
+        out, say = Path(made) / "model", partial(click.echo, err=True)
+        models = NewestModels().paths
         outcome = retrain_from(
-            [folder, *data],
-            NewestModels(),
-            out,
-            device=device,
-            say=lambda line: click.echo(line, err=True),
+            [folder, *data], models, out, holdout=holdout, device=device, say=say
         )
         published = publish(out, users_models()) if outcome.verdict.better else None
     for line in verdict_lines(Report(outcome.verdict, published, outcome.old)):

@@ -6,12 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, get_args
+
+import httpx
 
 from confpred.concurrency import Recent
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
@@ -23,6 +26,8 @@ from confpred.problem.record import Record
 #: A problem, and how many choices; and the choices.
 Asked = tuple[Record, int]
 Choices = tuple[Choice, ...]
+#: Variable that allows addresses without TLS.
+PLAIN_HTTP = "CONFPRED_PLAIN_HTTP"
 #: Seconds on the clock that deadlines are on.
 clock = time.monotonic
 #: Names the model that answered by its digest; the service's, where it sends it.
@@ -67,6 +72,27 @@ class Submission:
     state: str
     rows: int | None = None
     reason: str | None = None
+
+
+def check_address(url: str, *, open_to_all: bool = False) -> httpx.URL:
+    """Return the address of a service, read. Without TLS it is on this machine: a token could be
+    read on its way, and a model changed, so that only ``$CONFPRED_PLAIN_HTTP`` allows it; or where
+    what is asked is `open_to_all`.
+
+    Raises:
+        InvalidInput: it is no such address.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        parsed = httpx.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
+        raise InvalidInput("url", url, "an address such as http://127.0.0.1:8000")
+    local = parsed.host in ("localhost", "::1") or parsed.host.startswith("127.")
+    if not (parsed.scheme == "https" or local or open_to_all or os.environ.get(PLAIN_HTTP)):
+        allowed = f"https://, or an address of this machine; {PLAIN_HTTP}=1 allows http:// to any"
+        raise InvalidInput("url", url, allowed)
+    return parsed
 
 
 class Kept:
@@ -127,19 +153,12 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         raise ValueError("an answer for another device")
     if not all(text is None or isinstance(text, str) for text in (model, source_device)):
         raise ValueError("a model or a device that is no text")
-    return Choice(
-        problem,
-        device.key,
-        fields["source"],
-        named_candidate(problem, device, fields["provider"], fields["config"] or {}),
-        predicted_ms=_number(fields["predicted_ms"]),
-        pytorch_ms=_number(fields.get("pytorch_ms")),
-        regret_bound=_number(fields["regret_bound"]),
-        extrapolated=fields.get("extrapolated", False) is True,
-        model=model,
-        donor=source_device,
-        server=server,
-    )
+    candidate = named_candidate(problem, device, fields["provider"], fields["config"] or {})
+    ms, pytorch_ms = _number(fields["predicted_ms"]), _number(fields.get("pytorch_ms"))
+    known = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
+    known |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
+    known["extrapolated"] = fields.get("extrapolated", False) is True
+    return Choice(problem, device.key, fields["source"], candidate, **known)
 
 
 def _number(value: object) -> float | None:

@@ -177,12 +177,6 @@ class _Questions(ABC, Generic[Http]):
         Raises:
             InvalidInput: a value is not allowed.
         """
-        try:
-            parsed = httpx.URL(url)
-        except (httpx.InvalidURL, TypeError):
-            parsed = httpx.URL()
-        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query:
-            raise InvalidInput("url", url, "an address such as http://127.0.0.1:8000")
         for name, value, least in (
             ("timeout_s", timeout_s, 0.001),
             ("retries", retries, 0),
@@ -194,6 +188,7 @@ class _Questions(ABC, Generic[Http]):
                 raise InvalidInput(name, value, f"a number of at least {least}")
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise InvalidInput("token", "...", "printable ASCII without blanks")
+        parsed = answers.check_address(url, open_to_all=token is None)
         self.url = str(url).rstrip("/")
         self._headers = {"content-type": "application/json", "accept": "application/json"}
         if token is not None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from confpred.client.clients import Client
 from confpred.concurrency import PerProcess, Recent
@@ -54,9 +55,7 @@ def predictor_at(url: str) -> ServedPredictor:
 class _Background:
     """Questions under way in this process: its threads do not live in a forked child."""
 
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_THREADS, "confpred-client")
-    )
+    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, _THREADS))
     under_way: dict[_Asked, Future[None]] = field(default_factory=dict)
 
 

@@ -6,34 +6,33 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import httpx
-import platformdirs
 
+from confpred import errors
+from confpred.client.answers import check_address
 from confpred.client.clients import Client
 from confpred.client.served import TOKEN
 from confpred.data.remote import Folder, read_bytes, write_bytes
-from confpred.errors import (
-    ConfpredError,
-    InvalidInput,
-    ModelError,
-    ServiceError,
-    ServiceUnavailable,
-    StorageError,
-)
-from confpred.model.card import CARD, Card, read_card, read_files
-from confpred.model.folder import publish
+from confpred.errors import ConfpredError, ModelError, ServiceError, StorageError
+from confpred.files import user_folder
+from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
+from confpred.model.folder import FILES, publish
 
 log = logging.getLogger(__name__)
 #: Seconds for a connection, and for each part of a file.
 _TIMEOUT_S = 30.0
 #: A sampler's shards are looked for so often; an upload may take so long, attempts included.
 _LOOK_S, _UPLOAD_S = 2.0, 120.0
+#: Bytes of a file of a model, of which the largest has 3 MB, and of a signature.
+_MOST_BYTES, _MOST_SIGNATURE = 2**26, 2**16
 #: In a sampler's folder: the names of the shards that were sent, a line each.
 SENT = ".submitted"
 
@@ -59,8 +58,7 @@ def _json(http: httpx.Client, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _service(url: str) -> Iterator[httpx.Client]:
-    if not re.match(r"https?://[^/]", url):
-        raise InvalidInput("url", url, "an address such as http://127.0.0.1:8000")
+    check_address(url)
     with httpx.Client(base_url=url, headers=_headers(), timeout=_TIMEOUT_S) as http:
         yield http
 
@@ -71,37 +69,67 @@ def models_at(url: str) -> list[dict[str, Any]]:
         return list(_json(http, "/v1/models")["models"])
 
 
-def pull(url: str, digest: str, models: Path) -> Path:
+def pull(url: str, digest: str, device: str, models: Path, signers: Path | None = None) -> Path:
     """Fetch the model of `digest` from a service, and put it among `models`: whole or not at all.
 
     A pull that was cut off goes on where it was. Each file is compared with its SHA-256: that of
     the card is the digest, and the card has the others.
+
+    Args:
+        url: address of the service.
+        digest: SHA-256 of the model's card.
+        device: key of the device that the model has to be for.
+        models: folder of model folders.
+        signers: file of those one of whom has to have signed the card; None for anybody.
 
     Returns:
         The folder of the model, which may have been there.
 
     Raises:
         ServiceError: the service does not answer, or lacks the model.
-        ModelError: the files are not those of the model.
+        ModelError: the files are not those of such a model, or it is not signed.
         StorageError: the file system refused.
     """
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ModelError(f"{url} names a model {digest[:80]!r}, which is no SHA-256")
     for path in models.glob(f"*/{CARD}"):
         if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
             read_files(path.parent)  # which says if it is damaged
+            if signers is not None:
+                signed_by(path.parent, signers)
             return path.parent
-    begun = Path(platformdirs.user_cache_dir("confpred")) / "pulls" / digest
-    begun.mkdir(parents=True, exist_ok=True)
-    with _service(url) as http:
-        _fetch(http, f"/v1/models/{digest}/{CARD}", begun / CARD, digest)
-        card = Card.from_json(read_card(begun)[1])
-        for name, wanted in card.files.items():
-            _fetch(http, f"/v1/models/{digest}/{name}", begun / name, wanted)
-    read_files(begun).check_trees(begun)
-    made = publish(begun, models)
-    for left in begun.iterdir():
-        left.unlink()
-    begun.rmdir()
+    begun = user_folder("cache") / "pulls" / digest
+    try:
+        begun.mkdir(parents=True, exist_ok=True)
+        with _service(url) as http:
+            _fetch(http, f"/v1/models/{digest}/{CARD}", begun / CARD, digest)
+            with refusing(begun):
+                card = Card.from_json(read_card(begun)[1])
+                _check_card(card, device)
+            for name, wanted in card.files.items():
+                _fetch(http, f"/v1/models/{digest}/{name}", begun / name, wanted)
+            signature = http.get(f"/v1/models/{digest}/{SIGNATURE}")
+        if signature.status_code == 200:
+            (begun / SIGNATURE).write_bytes(signature.content[:_MOST_SIGNATURE])
+        if signers is not None:
+            signed_by(begun, signers)
+        read_files(begun).check_trees(begun)
+        made = publish(begun, models)
+        shutil.rmtree(begun, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {begun}: {error.strerror or error}") from error
     return made
+
+
+def _check_card(card: Card, device: str) -> None:
+    """Refuse a card that a model for `device` of this version cannot have."""
+    if card.device != device:
+        raise ModelError(f"the model is for {card.device!r}, not for {device}")
+    latest = datetime.now(timezone.utc) + timedelta(days=1)
+    if not card.created or card.created[:10] > f"{latest:%Y-%m-%d}":
+        raise ModelError(f"the model is of {card.created!r}, and would be the newest for ever")
+    if unknown := [name for name in card.files if not FILES.fullmatch(name)]:
+        raise ModelError(f"the model has a file {unknown[0][:80]!r}, which no model has")
 
 
 def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
@@ -120,6 +148,8 @@ def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
             else:
                 with part.open("ab" if reply.status_code == 206 else "wb") as out:
                     for piece in reply.iter_bytes():
+                        if out.tell() + len(piece) > _MOST_BYTES:
+                            raise ModelError(f"{path} has more than {_MOST_BYTES} bytes")
                         out.write(piece)
     except httpx.HTTPError as error:
         message = f"{path} was cut off: {error}; the same command goes on from there"
@@ -131,7 +161,8 @@ def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
 
 
 def fetch_rows(url: str, folder: Path) -> None:
-    """Fetch the rows of all uploads that a service has admitted, a file each.
+    """Fetch the rows of all uploads that a service has admitted, a file each; without those that
+    are taken back meanwhile.
 
     Raises:
         ServiceError: the service does not answer, or takes no measurements.
@@ -139,9 +170,12 @@ def fetch_rows(url: str, folder: Path) -> None:
     with _service(url) as http:
         for each in _json(http, "/v1/measurements")["measurements"]:
             reply = http.get(f"/v1/measurements/{each['id']}/rows")
-            if reply.status_code != 200:
-                raise ServiceError(f"no rows of {each['id']}", reply.status_code, "-")
-            (folder / f"part-{each['id']}.parquet").write_bytes(reply.content)
+            if reply.status_code == 404:
+                log.warning("%s has no rows of %.12s any more", url, each["id"])
+            elif reply.status_code != 200 or not re.fullmatch("[0-9a-f]{64}", each["id"]):
+                raise ServiceError(f"no rows of {each['id']:.64}", reply.status_code, "-")
+            else:
+                (folder / f"part-{each['id']}.parquet").write_bytes(reply.content)
 
 
 @contextmanager
@@ -182,5 +216,5 @@ def _send(client: Client, folder: Folder) -> None:
             write_bytes(record, "\n".join(sent).encode())
         except (ConfpredError, OSError) as error:
             log.warning("%s was not sent to %s: %s", shard.name, client.url, error)
-            if isinstance(error, ServiceUnavailable):
+            if isinstance(error, errors.ServiceUnavailable):
                 return

@@ -23,10 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import platformdirs
-
 from confpred.errors import InvalidInput, StorageError
-from confpred.files import write_whole
+from confpred.files import user_folder, write_whole
 
 log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
@@ -35,7 +33,7 @@ _DIGEST_BYTES = 32
 def default_folder() -> Path:
     """Return ``$CONFPRED_CACHE_DIR``, or the user's cache folder of the operating system."""
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("confpred")) / "kernels"
+    return Path(chosen) if chosen else user_folder("cache") / "kernels"
 
 
 @dataclass(frozen=True, slots=True)

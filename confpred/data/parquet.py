@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,39 @@ def read(
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise _not_whole(path, error) from error
     return table
+
+
+def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: int) -> None:
+    """Check, before a file is read, that it has at most so many `rows`, of `size` bytes in all, and
+    no longer `text`: a few bytes can stand for gigabytes.
+
+    Raises:
+        DataError: it has more, or is damaged.
+    """
+    texts = [field.name for field in schema(operation) if pa.types.is_string(field.type)]
+    try:
+        file = pq.ParquetFile(path, read_dictionary=texts, page_checksum_verification=True)
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        count, unpacked = file.metadata.num_rows, sum(each.total_byte_size for each in groups)
+        if not 0 < count <= rows or unpacked > size:
+            raise DataError(
+                f"{count} rows of {unpacked} bytes; allowed: 1 to {rows} rows, of {size} bytes"
+            )
+        for name in (name for name in texts if name in file.schema_arrow.names):
+            in_all = 0
+            for part in file.read(columns=[name], use_threads=False)[name].chunks:
+                if not pa.types.is_dictionary(part.type):
+                    break  # no text, which reading refuses
+                lengths = pc.binary_length(part.dictionary).fill_null(0)
+                longest = pc.max(lengths).as_py() or 0
+                in_all += pc.sum(lengths.take(part.indices)).as_py() or 0
+                if longest > text or in_all > size:
+                    raise DataError(
+                        f"column {name} has a text of {longest} bytes, and {in_all} bytes in all; "
+                        f"allowed: {text}, and {size} in all"
+                    )
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise _not_whole(path, error) from error
 
 
 def _not_whole(path: File, error: Exception) -> DataError:
@@ -256,6 +290,10 @@ _PARTS = "part-*.parquet"
 ANCHORS = "anchors-*.parquet"
 #: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
+#: Columns that identify a measurement beside its problem, whoever sends it under whatever run id.
+_CONTENT = ("device", "family", "config", "source_digest", "cudnn_mode", "status", "time_ms")
+#: Column of the parts that a service has admitted: the digest of a row's content.
+CONTENT = "content"
 _MOST_PARTS = 99  # of a day
 #: Files that are worth a dataset; Arrow's threads have started long before so many are read.
 _TOGETHER = 8
@@ -396,13 +434,26 @@ def rows_beyond(
     return number
 
 
+def content_of(table: pa.Table, operation: Operation) -> NDArray[np.int64]:
+    """Return a digest of each row's problem, config and time: rows of one digest are one
+    measurement, under whatever run id and time of day."""
+    columns = [pc.cast(table[n], pa.string()) for n in (*problem_columns(operation), *_CONTENT)]
+    words = pc.binary_join_element_wise(*columns, "|", null_handling="replace")
+    digests = b"".join(blake2b(row.encode(), digest_size=8).digest() for row in words.to_pylist())
+    return np.frombuffer(digests, np.int64)
+
+
 def new_rows(table: pa.Table, parts: Sequence[Path], operation: Operation) -> pa.Table:
-    """Return the rows of `table` that no file of `parts` has, each once."""
-    keys = [*problem_columns(operation), *_ROW]
-    number = rows_beyond(table, (read(part, operation, keys) for part in parts), keys)
-    left = table.take(number).append_column("number", pa.array(np.arange(len(number))))
-    once = left.group_by(keys, use_threads=False).aggregate([("number", "min")])
-    return table.take(number[np.sort(once["number_min"].to_numpy())])
+    """Return the rows of `table` whose content no part has, each once, with a column of it."""
+    content, first = np.unique(content_of(table, operation), return_index=True)
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            if CONTENT in file.schema_arrow.names:
+                known = file.read(columns=[CONTENT], use_threads=False)[CONTENT].to_numpy()
+                new = ~np.isin(content, known)
+                content, first = content[new], first[new]
+    order = np.argsort(first)
+    return table.take(first[order]).append_column(CONTENT, pa.array(content[order]))
 
 
 def _new_part(folder: Path) -> Path:

@@ -24,6 +24,8 @@ from confpred.files import write_whole
 #: A lease that was not renewed for so long is of a dead sampler.
 LEASE_S = 300.0
 _RENEW_S = 30.0
+#: Two that take the same lease over are apart by no more than this.
+_SETTLED_S = 1.0
 
 
 @dataclass(frozen=True, order=True)
@@ -153,6 +155,15 @@ def write_bytes(file: Path | RemoteFile, content: bytes) -> None:
         write_whole(file, lambda opened: opened.write(content))
 
 
+def _process_space() -> str:
+    """Return what tells the processes of this machine's start and container from those of others,
+    whose host may have the same name; nothing where the system does not say."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
 class Lease:
     """The right of one sampler to write to a remote folder, kept by an object that is made only if
     there is none, and renewed while the sampler lives.
@@ -169,6 +180,7 @@ class Lease:
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "processes": _process_space(),
         }
         self._renewed = 0.0
 
@@ -203,18 +215,24 @@ class Lease:
     def _take_over(self) -> None:
         """Replace the lease of a dead sampler."""
         held = self._held()
-        age = time.time() - float(held.get("time", 0))
-        if age < LEASE_S and not self._dead(held):
-            raise self._busy(held)
+        if not self._dead(held):
+            if time.time() - float(held.get("time", 0)) < LEASE_S:
+                raise self._busy(held)
+            time.sleep(2 * _RENEW_S)  # one of the clocks may be wrong, and who lives renews
+            if self._held() != held:
+                raise self._busy(held)
         self._file.unlink()
         try:
             self._file.write_bytes(self._content(), new=True)
         except FileExistsError:
             raise self._busy(self._held()) from None
+        time.sleep(_SETTLED_S)  # another one may have removed it for that of the dead sampler
+        if (held := self._held()).get("token") != self._holder["token"]:
+            raise self._busy(held)
 
     def _dead(self, held: dict[str, Any]) -> bool:
         """Whether the holder was a process of this machine, and is no more."""
-        if held.get("host") != self._holder["host"]:
+        if not held.get("processes") or held["processes"] != self._holder["processes"]:
             return False
         try:
             os.kill(int(held.get("pid", 0)), 0)

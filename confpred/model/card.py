@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
 
 CARD, FORMAT = "card.json", "confpred-model/5"
+#: Signature of the card, which has the digests of all other files, by ``ssh-keygen -Y sign -n
+#: confpred -f KEY card.json``; a model may have one.
+SIGNATURE, SIGNED_FOR = "card.json.sig", "confpred"
 #: Format of reports on whether a model holds (`confpred.retraining.drift`); a server shows them.
 DRIFT_FORMAT = "confpred-drift/1"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
@@ -162,6 +165,8 @@ class Card:
         for name in found.files:
             if Path(name).name != name:
                 raise ValueError(f"files has {name!r}, which is no file beside it")
+        if not re.fullmatch(r"[\w-][\w.-]{0,99}", found.device):
+            raise ValueError(f"device is {found.device!r}, which is no key of a device")
         return found
 
     def changes(self, **now: str) -> tuple[str, ...]:
@@ -178,7 +183,7 @@ class Card:
 _SHAPES: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
     list: ("a list", lambda value: isinstance(value, list)),
     Mapping: ("an object", lambda value: isinstance(value, Mapping)),
-    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    float: ("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300),
     str: ("a text", lambda value: type(value) is str),
     int: ("an integer", lambda value: type(value) is int),
 }
@@ -212,7 +217,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The bytes of a model folder: `files` by name, the card included, and `Model.digest`."""
+    """The bytes of a model folder: `files` by name, the card and its signature included, and
+    `Model.digest`."""
 
     digest: str
     card: Card
@@ -239,6 +245,8 @@ def read_files(folder: Path) -> ModelFiles:
     with refusing(folder):
         card = Card.from_json(content)
         files = {name: checked_file(folder, card, name) for name in card.files}
+        if (folder / SIGNATURE).exists():
+            files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
     return ModelFiles(hashlib.sha256(text).hexdigest(), card, {CARD: text, **files})
 
 
@@ -268,6 +276,31 @@ def checked_file(folder: Path, card: Card, name: str) -> bytes:
     if hashlib.sha256(text).hexdigest() != digest:
         raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
     return text
+
+
+def signed_by(folder: Path, signers: Path) -> str:
+    """Return who has signed the card in a folder, so that `signers`, a file of allowed signers of
+    ``ssh-keygen``, has them for the namespace ``confpred``.
+
+    Raises:
+        ModelError: nobody of them has, or ssh-keygen cannot be run.
+    """
+    signature = folder / SIGNATURE
+    if not signature.exists():
+        raise ModelError(f"{folder} is not signed: it has no {SIGNATURE}")
+
+    def asked(what: str, *words: str) -> str:
+        command = ["ssh-keygen", "-Y", what, *words, "-s", str(signature), "-f", str(signers)]
+        card = _read_bytes(folder / CARD)
+        return subprocess.run(command, capture_output=True, input=card, check=True).stdout.decode()
+
+    try:
+        name = asked("find-principals").split("\n")[0]
+        asked("verify", "-I", name, "-n", SIGNED_FOR)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
+        raise ModelError(f"{folder} is not signed by one of {signers}: {said}") from error
+    return name
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     card.json            what it is (`confpred.model.card`), and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.features.Pool`)
+    <family>.taught.txt  the same for one family, which uploads have taught since
     <pool>.time.txt      the same for the regressor of their times
     gate.txt             the same for how far each family's best config is behind the best of all
     pytorch.txt          the same for how PyTorch's own operator compares with the best config
@@ -33,7 +34,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import platformdirs
 
 import confpred.models
 from confpred.concurrency import uninterrupted
@@ -41,7 +41,7 @@ from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import family_named, operation_named
-from confpred.files import write_folder
+from confpred.files import user_folder, write_folder
 from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.card import (
     CARD,
@@ -64,6 +64,11 @@ log = logging.getLogger(__name__)
 
 MEASURED = "measured.json"
 ORDER_TREES, TIME_TREES, PYTORCH_TREES = "{}.order.txt", "{}.time.txt", "pytorch.txt"
+TAUGHT_TREES = "{}.taught.txt"
+#: Names of the files of a model beside its card.
+FILES = re.compile(
+    r"(gate|pytorch|bound)\.txt|measured\.json|[a-z0-9_+]+\.(order\.txt|time\.txt|taught\.txt|registers\.json)"
+)
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 GATE_TREES = "gate.txt"
 #: So many problems are looked up in the text of ``measured.json`` (0.1 ms each) before it is parsed
@@ -125,7 +130,8 @@ class Model:
 
     def ensembles(self) -> list[Trees]:
         """Return all its trees, those that families share once."""
-        found = [trees for each in self.families.values() for trees in (each.order, each.time)]
+        families = self.families.values()
+        found = [t for f in families for t in (f.order, f.time, f.taught) if t is not None]
         found += [] if self.gate is None else [self.gate.lag]
         found += [] if self.pytorch is None else [self.pytorch.ratio]
         return list(dict.fromkeys([*found, self.bounds.quantile]))
@@ -174,7 +180,7 @@ def users_models() -> Path:
     """Return the folder of the models that `confpred retrain` makes on this user's GPUs:
     ``$CONFPRED_MODELS_DIR``, or one in the user's data folder as the operating system names it."""
     chosen = os.environ.get("CONFPRED_MODELS_DIR")
-    return Path(chosen) if chosen else Path(platformdirs.user_data_dir("confpred")) / "models"
+    return Path(chosen) if chosen else user_folder("data") / "models"
 
 
 def publish(folder: Path, models: Path) -> Path:
@@ -241,7 +247,9 @@ class NewestModels(_Loaded[Model]):
         self._folders = model_folders(shipped_models(operation) if folder is None else folder)
         own = folder is None and operation == CONVOLUTION.name
         self._first = _users_folders() if own else {}
-        super().__init__({**self._folders, **self._first})
+        #: Folder of the model of each device.
+        self.paths = {**self._folders, **self._first}
+        super().__init__(self.paths)
 
     def _load(self, name: str) -> dict[str, Model]:
         """Load the user's model if this version can use it, else that of the folder."""
@@ -302,7 +310,8 @@ class _Families(_Loaded[FamilyModel]):
         )
         found = {}
         for family in pool.families:
-            entry = entries[family.name]
+            entry, own = entries[family.name], TAUGHT_TREES.format(family.name)
+            taught = _trees(folder, card, own, pool.feature_names) if own in card.files else None
             if entry.configs != configs_digest(family):
                 raise ModelError(
                     f"{folder} was trained for other configs of {family.name}: train it again"
@@ -313,7 +322,9 @@ class _Families(_Loaded[FamilyModel]):
             if table in card.files:
                 registers = Registers(family, checked_file(folder, card, table))
             groupings = frozenset(entry.groupings)
-            found[family.name] = FamilyModel(family, pool, order, time, registers, groupings)
+            found[family.name] = FamilyModel(
+                family, pool, order, time, registers, groupings, taught
+            )
             if text := _stale(entry):
                 log.warning("model %s: %s", folder.resolve().name, text)
         return found
@@ -326,12 +337,15 @@ class _Measured(Mapping[str, Best]):
         self._folder, self._card = folder, card
         self._best: dict[str, Best] | None = None
         self._searched = 0
+        self._lock = threading.Lock()  # for all of these until there is `_best`
 
     def __getitem__(self, words: str) -> Best:
-        if self._best is None and self._searched < _SEARCHES:
-            self._searched += 1
-            if json.dumps(words).encode() not in self._content:
-                raise KeyError(words)
+        if self._best is None:
+            with uninterrupted, self._lock:
+                self._searched += 1
+                searched = self._best is None and self._searched <= _SEARCHES
+                if searched and json.dumps(words).encode() not in self._content:
+                    raise KeyError(words)
         return self._parsed()[words]
 
     def __iter__(self) -> Iterator[str]:
@@ -347,9 +361,10 @@ class _Measured(Mapping[str, Best]):
 
     def _parsed(self) -> dict[str, Best]:
         if self._best is None:
-            with refusing(self._folder):
-                self._best = _measured(self._folder / MEASURED, self._content)
-            del self._content
+            with uninterrupted, self._lock, refusing(self._folder):
+                if self._best is None:
+                    self._best = _measured(self._folder / MEASURED, self._content)
+                    del self._content
         return self._best
 
 

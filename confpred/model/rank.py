@@ -79,6 +79,9 @@ class FamilyModel:
         time: regressor of log(time / roofline time), from the same features.
         registers: of the family's compiled kernels, or None.
         groupings: of the problems that it was measured on, and serves; None for any.
+        taught: a later regressor of what `order` is of. It orders configs in its place, and the
+            family's time is still that of the first one by `order`: so the family is chosen where
+            it was before, and no answer of another changes.
     """
 
     family: Family
@@ -87,11 +90,17 @@ class FamilyModel:
     time: Trees
     registers: Registers | None = None
     groupings: frozenset[str] | None = None
+    taught: Trees | None = None
 
     @cached_property  # as a protocol takes long to ask
     def batched(self) -> Batched | None:
         """The family, if it answers for several problems at once."""
         return self.family if isinstance(self.family, Batched) else None
+
+    @property
+    def ordering(self) -> Trees:
+        """The regressor that orders configs."""
+        return self.taught or self.order
 
     @cached_property
     def is_free(self) -> bool:
@@ -171,8 +180,9 @@ class FamilyModel:
         found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
             return found
-        ranked = list(best_first(self.order, pairs, wanted))
-        firsts = np.array([at[0] for at, _ in ranked])
+        ranked = list(best_first(self.ordering, pairs, wanted))
+        timed = best_first(self.order, pairs) if self.taught else ranked
+        firsts = np.array([at[0] for at, _ in timed])
         best = self.time.predict(pairs.features[firsts]).tolist()
         for place, (at, cost), log_best in zip(pairs.places, ranked, best, strict=True):
             roofline = device.roofline_s(problems[place])

@@ -7,7 +7,6 @@ runs where one is refused. A pinned or measured choice needs no bound.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -152,7 +151,7 @@ def check_max_regret(value: object) -> float | None:
     """
     if value is None:
         return None
-    if type(value) not in (int, float) or not 1 <= value < math.inf:  # type: ignore[operator]
+    if type(value) not in (int, float) or not 1 <= value <= 1e300:  # type: ignore[operator]
         raise InvalidInput("max_regret", value, "a number of at least 1, or none")
     return float(value)  # type: ignore[arg-type]
 

@@ -368,7 +368,7 @@ class Comparison:
 def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
     """Return the legal config in the middle of the model's order; of two, the faster one."""
     rows = learned.legal(problem, device)
-    cost = learned.order.predict(learned.features(problem, device, rows))
+    cost = learned.ordering.predict(learned.features(problem, device, rows))
     row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
     return Candidate(learned.family.name, int(row))
 
@@ -413,7 +413,7 @@ def _shapley(
     exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
     for group, columns in enumerate(groups):
         mixed[np.ix_(exchanged[:, group] == 1, columns)] = theirs[columns]
-    cost = learned.order.predict(mixed)
+    cost = learned.ordering.predict(mixed)
     sizes = exchanged.sum(axis=1)
     shares = []
     for group in range(count):

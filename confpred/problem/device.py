@@ -27,16 +27,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
-from confpred.files import read_json, write_whole
+from confpred.files import read_json, user_folder, write_whole
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
 TABLE_FORMAT, FORMAT = "confpred-devices/1", "confpred-device/1"
 _TABLE = Path(__file__).with_name("devices.json")
-_MOST_CHARACTERS = 100  # of a key, as it is a file's name
+_MOST_CHARACTERS = 100  # of a key, as it is a file's name, and of a device's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ def get_device(name: str | Device) -> Device:
     """
     if isinstance(name, Device):
         return name
-    if isinstance(name, str):
+    if isinstance(name, str) and len(name) <= _MOST_CHARACTERS:
         device = listed(name) or _introduced.get(key_of(name)) or _remembered(name)
         if device is not None:
             return device
@@ -202,7 +200,7 @@ class Remembered(NamedTuple):
 def remembered_folder() -> Path:
     """Return the folder of drivers' descriptions, in the user's cache or as configured."""
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen or platformdirs.user_cache_dir("confpred")) / "devices"
+    return Path(chosen or user_folder("cache")) / "devices"
 
 
 def recall(key: str) -> Remembered | None:

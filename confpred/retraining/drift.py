@@ -108,15 +108,10 @@ def time_again(
         raise DataError(f"model {model.version} has no measured config to time again")
     tasks = [t for problem, c, _ in drawn for t in tasks_to_judge(Entry(problem), [c])]
     with tempfile.TemporaryDirectory(prefix="confpred-drift-") as folder:
-        sample(
-            Suite("drift", tuple(Entry(problem) for problem, _, _ in drawn)),
-            Path(folder),
-            Here(runs, settings),
-            settings,
-            chosen=lambda measured: tasks,
-            interrupts=interrupts,
-            show=show,
-        )
+        suite = Suite("drift", tuple(Entry(problem) for problem, _, _ in drawn))
+        how: dict[str, Any] = {"interrupts": interrupts, "show": show}
+        here = Here(runs, settings)
+        sample(suite, Path(folder), here, settings, chosen=lambda measured: tasks, **how)
         times = times_in(Path(folder), model.operation)
     retimed = [
         Retimed(str(problem), c.provider, config_words(c), expected, times[problem, c])
@@ -171,17 +166,9 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
     elif versions:
         state = "driver or cuDNN changed"
         why = f"{'; '.join(versions)}; but the model holds: {why}"
-    return Drift(
-        device=model.device.key,
-        model=model.version,
-        state=state,
-        why=why,
-        ratio=ratio,
-        far=far,
-        kernels=model.stale,
-        versions=tuple(versions),
-        retimed=tuple(sorted(retimed, key=lambda each: -abs(np.log(each.ratio)))),
-    )
+    worst_first = tuple(sorted(retimed, key=lambda each: -abs(np.log(each.ratio))))
+    known = (model.stale, tuple(versions), worst_first)
+    return Drift(model.device.key, model.version, state, why, ratio, far, *known)
 
 
 def times_in(folder: Path, operation: Operation) -> dict[tuple[Record, Candidate], float]:

@@ -1,146 +1,217 @@
-"""A model of measurements that are there already, such as those that were sent to a service.
+"""A model of measurements that are there already: the operator's own, and uploads to a service.
 
-    read      the rows, less those far from what the model in use expects      trusted
-    train     on all but the networks that are held out, by their name         train
-    judge     old and new choose among the measured configs of the others      pairs, compare
+    base      the operator's rows: trained on whole, where there is no model or no upload
+    uploads   rows of parts that a service has admitted: they teach the model in use how to order
+              the configs of a family, and nothing else of it changes
+    hold-out  the operator's rows, whose layers nothing here learns from: they decide
 
-Nothing is measured, so this needs no GPU. Whoever calls it publishes the model if it is better.
+So uploads can neither take a family, a direction or a width away, nor change an answer of a family
+that they are not of, nor pin one. Without a hold-out, one network in ten of the base is one, chosen
+by name. Nothing is measured, so this needs no GPU.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import inf
+from dataclasses import replace
+from datetime import datetime, timezone
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from confpred.data.parquet import operation_in, shards_in
 from confpred.data.remote import RemoteFolder, folder_at
 from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.model.card import CARD
-from confpred.model.folder import MEASURED, Model, load_model
-from confpred.model.rank import with_pytorch
+from confpred.files import write_folder
+from confpred.model.card import CARD, SIGNATURE, read_files
+from confpred.model.folder import TAUGHT_TREES, Model, load_model
+from confpred.model.rank import FamilyModel, with_pytorch
+from confpred.model.trees import Trees
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.record import Record
-from confpred.retraining.admission import trusted, unbelieved
+from confpred.retraining.admission import token_of, uploaded
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
 from confpred.training.dataset import Dataset, Timings, data_files, read_dataset
-from confpred.training.fit import Hyperparameters
-from confpred.training.train import best_text, train
+from confpred.training.fit import Hyperparameters, teach
+from confpred.training.train import train
 
 log = logging.getLogger(__name__)
+#: A family is not taught if its choices take more than this for one width of groups, of so many
+#: problems at least.
+OF_WIDTH, LEAST_OF_WIDTH = 1.02, 3
+_ID_DIGITS = 64  # of an upload, in the name of its part
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of `retrain_from`."""
 
     device: str  # key of the device that was trained for
     verdict: Verdict  # old against new
     old: str | None  # version of the model in use, if there was one
-    left_out: int  # times that were not learned from
+
+    @property
+    def why(self) -> str:
+        """Say what the verdict is by."""
+        return f"against {self.old or 'PyTorch'}, {self.verdict.why}"
 
 
 def retrain_from(
     data: Sequence[Path],
-    models: Mapping[str, Model],
+    models: Mapping[str, Path],
     out: Path,
     *,
+    holdout: Sequence[Path] = (),
     device: str | None = None,
     hyper: Hyperparameters | None = None,
     say: Callable[[str], None] = log.info,
+    facts: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Train a model on measurements, and judge it by those of networks that it does not learn from.
+    """Train a model, or teach the one in use by uploads, and judge it by the hold-out.
 
     Args:
-        data: Parquet files of measurements, and folders of them; only conv2d is learned from.
-        models: those in use, by device.
-        out: the folder of the new model, which is made.
-        device: to train for; None where the data is of one.
+        data: Parquet files of measurements, and folders of them; only conv2d is learned from. Those
+            that a service has admitted are uploads, all others the base.
+        models: the folders of those in use, by device.
+        out: the folder of the new model, which is made if it is better.
+        holdout: files and folders of the operator's hold-out.
+        device: to train for; None where the base is of one.
         hyper: how the trees grow.
         say: called with a line at each step.
+        facts: entries that the new model's card gets beside its own.
 
     Raises:
-        DataError: the data cannot be read, or has no network that is held out by its name.
+        DataError: there is no base, it cannot be read, or there is nothing to judge by.
         UnknownDevice: the device has no description.
         ModelError: the model in use is damaged.
     """
-    files = [file for file in data_files(data) if operation_in(file) == CONVOLUTION.name]
-    if not files:
+    files = [file for file in data_files(data) if _is_readable(file, say)]
+    uploads = [file for file in files if token_of(file)]
+    if not (own := [file for file in files if file not in uploads]):
+        raise DataError(f"no file has measurements of {CONVOLUTION.name} of the operator's own")
+    base = read_dataset(own, device)
+    networks = {name for t in base.timings for name in t.networks}
+    judges = sorted(name for name in networks if is_held_out([name]))
+    if holdout:
+        held = read_dataset(data_files(holdout), base.device.key)
+    elif judges and len(judges) < len(networks):
+        held = base.restricted({t.problem for t in base.timings if is_held_out(t.networks)})
+    else:
         raise DataError(
-            f"no file has measurements of {CONVOLUTION.name}, which a model learns from"
+            f"of {len(networks)} networks {len(judges)} are held out by their names; there must "
+            "be some to judge by, and others to learn from; or give a hold-out of their own"
         )
-    dataset, left_out = read_dataset(files, device), 0
-    old = models.get(dataset.device.key)
-    if old is not None:
-        dataset, left_out = trusted(dataset, old)
-    networks = {name for t in dataset.timings for name in t.networks}
-    held_out = sorted(name for name in networks if is_held_out([name]))
-    if not held_out or len(held_out) == len(networks):
-        raise DataError(
-            f"of {len(networks)} networks {len(held_out)} are held out by their names; there must "
-            "be some to judge by, and others to learn from"
-        )
-    say(
-        f"training on {dataset.rows:,} times of {len(networks) - len(held_out)} networks; "
-        f"{left_out:,} that are far from what is expected are left out"
-    )
-    train(dataset, out, exclude=held_out, hyper=hyper)
-    keep_known_best(out, dataset, old)
-    say(f"judging by {len(held_out)} networks that it has not learned from")
-    found = list(pairs(dataset, old, load_model(out)))
-    return Outcome(
-        dataset.device.key, compare(found), None if old is None else old.version, left_out
-    )
+    layers = {t.problem.layer() for t in held.timings}
+    base = base.restricted({t.problem for t in base.everywhere if t.problem.layer() not in layers})
+    if not base.timings:
+        raise DataError("the base has no layer that the hold-out lacks")
+    folder = models.get(base.device.key)
+    old = None if folder is None else load_model(folder)
+    if folder is None or old is None or not uploads:
+        say(f"training on {base.rows:,} times")
+        with TemporaryDirectory(prefix="confpred-train-") as made:
+            trained = Path(made) / "model"
+            train(base, trained, hyper=hyper)
+            new = load_model(trained)
+            verdict = _covering(old, new, compare([*pairs(held, old, new)]))
+            outcome = Outcome(base.device.key, verdict, None if old is None else old.version)
+            if verdict.better:
+                _write(trained, out, {}, {**(facts or {}), "why": outcome.why})
+        return outcome
+    hyper = hyper or Hyperparameters()
+    orders, verdicts, learned = {}, {}, {}
+    for name, timings in sorted(uploaded(uploads, base, old, layers, say).items()):
+        text = teach(old.families[name], base, timings, hyper)
+        new_one = replace(old.families[name], taught=Trees(text.encode(), name))
+        verdicts[name] = verdict = judged(held, old.families[name], new_one)
+        say(f"{name}, by {sum(len(t.rows) for t in timings):,} uploaded times: {verdict.why}")
+        if verdict.better:
+            orders[TAUGHT_TREES.format(name)] = text.encode()
+            learned[name] = sum(len(t.rows) for t in timings)
+    why = "; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items())
+    verdict = Verdict(bool(orders), why or "no upload has rows that the base lacks", 0, 0)
+    outcome = Outcome(base.device.key, verdict, old.version)
+    if orders:
+        sources = {file.stem.removeprefix("part-"): token_of(file) for file in uploads}
+        learned_from = {"why": outcome.why, "taught": learned, "uploads": sources}
+        _write(folder, out, orders, {**(facts or {}), **learned_from})
+    return outcome
 
 
-def keep_known_best(out: Path, data: Dataset, old: Model | None) -> None:
-    """Have the model in `out` look up only best times that it believes, and those of the old model
-    that are better or all that is known: a wrong time must not take a good choice back."""
-    new, card = load_model(out), json.loads((out / CARD).read_text())
-    unbelievable = {
-        (str(problem), Candidate(provider, int(row)))
-        for (problem, provider), rows in unbelieved(data, new).items()
-        for row in rows
-    }
-    best = {
-        words: (found.time_ms, found.candidate)
-        for words, found in new.measured.items()
-        if (words, found.candidate) not in unbelievable
-    }
-    for words, found in old.measured.items() if old is not None else ():
-        if _same_kernel(found.candidate.provider, old, new):
-            best[words] = min(
-                best.get(words, (inf, found.candidate)), (found.time_ms, found.candidate)
-            )
-    text = best_text(best).encode()
-    (out / MEASURED).write_bytes(text)
-    card["files"][MEASURED] = hashlib.sha256(text).hexdigest()
-    (out / CARD).write_text(json.dumps(card, indent=1) + "\n")
+def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
+    """Return whether a file has measurements of convolutions; a damaged upload stops nobody."""
+    try:
+        return operation_in(file) == CONVOLUTION.name
+    except DataError as error:
+        if len(file.stem) < _ID_DIGITS:
+            raise
+        say(f"left out: {error}")
+        return False
 
 
-def _same_kernel(provider: str, old: Model | None, new: Model) -> bool:
-    """Return whether times of `provider` that the old model knows are of the kernels of today."""
-    if provider == PYTORCH_OPERATOR.provider or old is None:
-        return True
-    cards = [model.card.families.get(provider) for model in (old, new)]
-    digests = [set(card.source_digests) for card in cards if card is not None]
-    return len(digests) == 2 and bool(digests[0] & digests[1])
+def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+    """Write the model of a folder with further or other `orders`, and `facts` in its card."""
+    read = read_files(model)
+    files = {name: text for name, text in read.files.items() if name != SIGNATURE}
+    files.update(orders)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    card = {**json.loads(files.pop(CARD)), "created": now, **facts}
+    card["files"] = {name: sha256(text).hexdigest() for name, text in files.items()}
+    write_folder(out, {CARD: json.dumps(card, indent=1) + "\n", **files})
+
+
+def _covering(old: Model | None, new: Model, verdict: Verdict) -> Verdict:
+    """Return the verdict, which no model gets over that lacks what the old one knows."""
+    if old is None:
+        return verdict
+    gone = sorted(_covered(old) - _covered(new))
+    return replace(verdict, better=False, why=f"it lacks {', '.join(gone)}") if gone else verdict
+
+
+def _covered(model: Model) -> set[str]:
+    """Return the families of a model with the kinds of layers and directions that each knows, and
+    the widths of groups that were measured."""
+    kinds = {f"{n} of {kind}" for n, each in model.card.families.items() for kind in each.groupings}
+    problems: list[Any] = [model.operation.problem.parse(words) for words in model.measured]
+    return kinds | {f"{p.direction} of width {p.group_width}" for p in problems}
+
+
+def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:
+    """Return whether the configs of a family that `new` puts first are faster on the hold-out, and
+    for no width of groups slower."""
+    found: list[tuple[int, Pair]] = []
+    for t in held.timings:
+        if t.family == old.family.name and old.serves(t.problem) and t.networks:
+            first, second = (each.rank(t.problem, t.device, t.rows)[0][0] for each in (old, new))
+            times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
+            pair = Pair(t.networks[0], times[int(first)], times[int(second)])
+            problem: Any = t.problem
+            found.append((problem.group_width, pair))
+    verdict = compare([pair for _, pair in found])
+    logs: dict[int, list[float]] = defaultdict(list)
+    for width, pair in found:
+        logs[width].append(np.log(pair.new_ms / pair.old_ms))
+    for width, of_width in logs.items():
+        if len(of_width) >= LEAST_OF_WIDTH and np.mean(of_width) > np.log(OF_WIDTH):
+            why = f"its choices take {np.exp(np.mean(of_width)):.3f} of the time at width {width}"
+            return replace(verdict, better=False, why=why)
+    return verdict
 
 
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
     """Yield the times of what both models choose among the measured candidates of each problem of a
-    network that is held out. Without an old model PyTorch's operator runs."""
+    network. Without an old model PyTorch's operator runs."""
     together: dict[Record, list[Timings]] = {}
     for t in data.timings:
-        if is_held_out(t.networks):
+        if t.networks:
             together.setdefault(t.problem, []).append(t)
     for problem, parts in together.items():
         times = {
@@ -152,25 +223,25 @@ def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
             times[PYTORCH_OPERATOR] = data.pytorch_ms[problem]
         chosen = [_chosen(model, problem, parts, times) for model in (old, new)]
         if chosen[0] in times and chosen[1] in times:
-            name = next(name for name in parts[0].networks if is_held_out([name]))
+            names = parts[0].networks
+            name = next((name for name in names if is_held_out([name])), names[0])
             yield Pair(name, times[chosen[0]], times[chosen[1]])
 
 
 def _chosen(
-    model: Model | None,
-    problem: Record,
-    parts: Sequence[Timings],
-    times: Mapping[Candidate, float],
+    model: Model | None, problem: Record, parts: Sequence[Timings], times: Mapping[Candidate, float]
 ) -> Candidate:
     """Return the candidate among `times` that a model puts first, without looking it up."""
+    if model is None:
+        return PYTORCH_OPERATOR
     options = []
-    for t in parts if model is not None else ():
-        learned = model.families.get(t.family) if model is not None else None
+    for t in parts:
+        learned = model.families.get(t.family)
         if learned is not None and learned.serves(problem):
             rows, seconds = learned.rank(problem, t.device, t.rows)
             options.append((float(seconds[0]), Candidate(t.family, int(rows[0]))))
     options.sort()
-    if model is not None and model.pytorch is not None and PYTORCH_OPERATOR in times:
+    if model.pytorch is not None and PYTORCH_OPERATOR in times:
         (slowdown,) = model.pytorch.slowdowns([problem], parts[0].device)
         options = with_pytorch(options, slowdown)
     return options[0][1] if options else PYTORCH_OPERATOR

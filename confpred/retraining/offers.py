@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,10 +75,7 @@ class Offer:
 
 
 def plan(
-    offers: Sequence[Offer],
-    known: Sequence[NDArray[np.float64]],
-    costs: Costs,
-    budget_s: float,
+    offers: Sequence[Offer], known: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
 ) -> list[int]:
     """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
     spent, compilations included; the last one may exceed it. `known` are places of the problems
@@ -173,15 +170,10 @@ def tasks_to_learn(
         tasks = _tasks(entry, device, donor, measured, seed, pytorch=pytorch)
         if tasks:
             kernels = {kernel for task in tasks for each in task.kernels() for kernel in each}
+            missing = frozenset(kernel for kernel in kernels if not is_compiled(kernel))
             bound = predictor.choose(entry.problem, device).regret_bound
-            offers.append(
-                Offer(
-                    tasks,
-                    frozenset(kernel for kernel in kernels if not is_compiled(kernel)),
-                    place(entry.problem),
-                    _UNKNOWN_DOUBT if bound is None else bound - 1,
-                )
-            )
+            doubt = _UNKNOWN_DOUBT if bound is None else bound - 1
+            offers.append(Offer(tasks, missing, place(entry.problem), doubt))
     known = [place(problem) for problem in {key.problem for key in measured}]
     return [task for i in plan(offers, known, costs, budget_s) for task in offers[i].tasks]
 
@@ -192,14 +184,10 @@ def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
     for candidate in candidates:
         providers[candidate.provider].add(candidate.config_id)
     families = families_of(entry.problem)
-    found = []
-    for provider, ids in sorted(providers.items()):
-        found.append(
-            _of_family(entry, families[provider], sorted(ids))
-            if provider in families
-            else _of_pytorch(entry)
-        )
-    return found
+    return [
+        _of_family(entry, families[name], sorted(ids)) if name in families else _of_pytorch(entry)
+        for name, ids in sorted(providers.items())
+    ]
 
 
 def _of_family(entry: Entry, family: Family, rows: Sequence[int]) -> Task:
@@ -230,13 +218,7 @@ def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], ND
 
 
 def _tasks(
-    entry: Entry,
-    device: Device,
-    donor: Model | None,
-    measured: Have,
-    seed: int,
-    *,
-    pytorch: bool,
+    entry: Entry, device: Device, donor: Model | None, measured: Have, seed: int, *, pytorch: bool
 ) -> tuple[Task, ...]:
     problem, found = entry.problem, []
     for family in kernels_of(problem).values():
@@ -265,14 +247,11 @@ def _rows(
     if not len(legal):
         return []
     learned = donor.families.get(family.name) if donor is not None else None
-    if learned is None:
-        first, _ = rank_by_estimate(family, problem, device)
-    else:
-        first, _ = learned.rank(problem, device, legal)
+    by_estimate = partial(rank_by_estimate, family, problem, device)
+    first, _ = by_estimate() if learned is None else learned.rank(problem, device, legal)
     picked = first[:PICKED]
     others = np.setdiff1d(legal, picked)
-    name = zlib.crc32(f"{family.name} {problem}".encode())
-    rng = np.random.default_rng([seed, name])
+    rng = np.random.default_rng([seed, zlib.crc32(f"{family.name} {problem}".encode())])
     drawn = rng.choice(others, min(RANDOM, len(others)), replace=False)
     rows: list[int] = np.union1d(picked, drawn).tolist()
     return rows

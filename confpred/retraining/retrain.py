@@ -20,9 +20,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import platformdirs
 from numpy.typing import NDArray
 
 from confpred.data.measurements import Run
@@ -30,7 +30,7 @@ from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
-from confpred.files import read_json, write_whole
+from confpred.files import read_json, user_folder, write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
 from confpred.predict.predictor import Predictor, donor_for
@@ -153,17 +153,10 @@ class _Retraining:
         predictor = Predictor(self.models)
 
         def chosen(measured: offers.Have) -> list[Task]:
-            return offers.tasks_to_learn(
-                request.suite,
-                request.device,
-                donor,
-                predictor,
-                measured=measured,
-                costs=Costs(processes=request.settings.processes),
-                budget_s=left,
-                seed=number,
-                pytorch=request.settings.pytorch,
-            )
+            what, settings = (request.suite, request.device, donor, predictor), request.settings
+            costs = Costs(processes=settings.processes)
+            how: dict[str, Any] = {"costs": costs, "seed": number, "pytorch": settings.pytorch}
+            return offers.tasks_to_learn(*what, measured=measured, budget_s=left, **how)
 
         self.measure("rows", "learning_s", left, chosen)
 
@@ -229,15 +222,9 @@ class _Retraining:
 
         spend(0.0)
         settings = replace(self.request.settings, budget_s=budget_s)
-        tally = sample(
-            self.request.suite,
-            self.request.folder / name,
-            Here(self.request.runs, settings),
-            settings,
-            chosen=chosen,
-            interrupts=self.interrupts,
-            show=shown,
-        )
+        here, folder = Here(self.request.runs, settings), self.request.folder / name
+        what = (self.request.suite, folder, here, settings)
+        tally = sample(*what, chosen=chosen, interrupts=self.interrupts, show=shown)
         spend(tally.elapsed_s)
 
 
@@ -261,9 +248,7 @@ def pairs_of(
         if old != new
     ]
     found = [Pair(name, a, b) for name, a, b in differing if a is not None and b is not None]
-    if not differing:
-        return same
-    return found + same[: round(len(same) * len(found) / len(differing))]
+    return same if not differing else found + same[: round(len(same) * len(found) / len(differing))]
 
 
 def check_suite(suite: Suite) -> None:
@@ -294,7 +279,7 @@ class Session:
 
 def default_folder(device: str) -> Path:
     """Return where the sessions for the device with this key are kept."""
-    return Path(platformdirs.user_data_dir("confpred")) / "retrain" / device
+    return user_folder("data") / "retrain" / device
 
 
 def open_session(folder: Path, old: str | None) -> Session:
@@ -314,9 +299,7 @@ def open_session(folder: Path, old: str | None) -> Session:
         started = int(last.number)
     except (TypeError, ValueError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
-    if last.done or last.old != old:
-        return Session(started + 1, old)
-    return last
+    return Session(started + 1, old) if last.done or last.old != old else last
 
 
 def save(folder: Path, session: Session) -> None:

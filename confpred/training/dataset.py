@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -180,6 +182,25 @@ def measured_on(name: str, read: CheckedRows, operation: Operation) -> Dataset:
             for name in MEASURED_WITH
         },
     )
+
+
+def capped(
+    table: pa.Table, operation: Operation, columns: Sequence[str], most: Mapping[str, float]
+) -> NDArray[np.intp]:
+    """Return the numbers of rows of which each group by `columns`, a family first, has no more than
+    its family may: whole problems in an order that nobody chooses."""
+    words = pc.binary_join_element_wise(
+        *(pc.cast(table[name], pa.string()) for name in problem_columns(operation)), "|"
+    ).to_pylist()
+    groups = [*zip(*(table[name].to_pylist() for name in columns), strict=True)]
+    order = sorted(range(len(words)), key=lambda row: (zlib.crc32(words[row].encode()), row))
+    taken: Counter[tuple[str, ...]] = Counter()
+    kept = []
+    for row in order:
+        taken[groups[row]] += 1
+        if taken[groups[row]] <= most[groups[row][0]]:
+            kept.append(row)
+    return np.sort(np.array(kept, np.intp))
 
 
 def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:

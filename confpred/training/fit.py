@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,9 +16,10 @@ from sklearn.base import clone
 from confpred.errors import DataError
 from confpred.families.registry import all_families
 from confpred.model.features import Pool, Registers, pools, registers_text
+from confpred.model.rank import FamilyModel
 from confpred.problem.device import Device
 from confpred.training import Said, unsaid
-from confpred.training.dataset import Timings
+from confpred.training.dataset import Dataset, Timings
 
 #: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
@@ -186,6 +187,17 @@ def grow_order(
     )
     rank.fit(features, level, group=sizes, feature_name=list(names))
     return text_of(order, (rank, -hyper.rank_weight))
+
+
+def teach(
+    learned: FamilyModel, base: Dataset, uploaded: Sequence[Timings], hyper: Hyperparameters
+) -> str:
+    """Return trees that order the configs of a family in place of those that it has learned, from
+    the `base`'s times of its pool and those that were `uploaded`."""
+    pool = {family.name: replace(learned, family=family) for family in learned.pool.families}
+    timings = [*(t for t in base.everywhere if t.family in pool), *uploaded]
+    features = [pool[t.family].features(t.problem, t.device, t.rows) for t in timings]
+    return grow_order(np.concatenate(features), learned.pool.feature_names, timings, hyper, 0)
 
 
 def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:

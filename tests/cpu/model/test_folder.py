@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layers import H100
 
 import confpred.models
 from confpred.errors import ModelError
@@ -166,7 +168,9 @@ def test_a_card_with_junk_in_a_field_is_refused_or_harmless(folder, model_folder
         assert field == "families"
 
 
-@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "1.2", None, True])
+@pytest.mark.parametrize(
+    "value", [-0.5, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1.2", None, True]
+)
 @pytest.mark.parametrize("name", ["margin", "offset"])
 def test_an_impossible_bound_is_refused(folder, name, value):
     if (name, value) == ("offset", -0.5):
@@ -255,3 +259,55 @@ def test_a_gate_for_something_else_is_refused(tmp_path, change, message):
     edit(folder, lambda card: card.update(gate=change and card["gate"] | change))
     with pytest.raises(ModelError, match=message):
         load_model(folder)
+
+
+def test_threads_share_the_measured_configs(repository):
+    """Two threads parse the text at once, and a third searches it meanwhile."""
+    folder = sorted((repository / "models").glob("h100-*"))[-1]
+    words = [*load_model(folder).measured][:3]
+    for _ in range(10):
+        measured = load_model(folder, in_parts=True).measured
+        meet, errors = threading.Barrier(8), []
+
+        def ask(measured=measured, meet=meet, errors=errors):
+            meet.wait()
+            for number in range(12):
+                try:
+                    measured.get(words[number % 3] if number % 2 else "no such problem")
+                    len(measured)
+                except Exception as error:
+                    errors.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert measured[words[0]].time_ms > 0
+
+
+@pytest.mark.parametrize("device", ["../../x", "", "a/b", ".", "h" * 200])
+def test_a_device_that_is_no_key_is_refused(folder, device):
+    edit(folder, lambda card: card.update(device=device))
+    with pytest.raises(ModelError, match="is no key of a device"):
+        load_model(folder)
+
+
+def test_a_family_that_was_taught_is_chosen_where_it_was_before(model_folder, folder):
+    """Its configs are in another order, and its time is still that of the first one before."""
+    (name,) = load_model(folder).families
+    digest = hashlib.sha256((folder / f"{name}.time.txt").read_bytes()).hexdigest()
+    edit(folder, lambda card: card["files"].update({f"{name}.taught.txt": digest}))
+    shutil.copy(folder / f"{name}.time.txt", folder / f"{name}.taught.txt")
+    taught = load_model(folder)
+    old, new = load_model(model_folder).families[name], taught.families[name]
+    problem = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=4)
+    rows = old.legal(problem, H100)
+    (first, seconds), (second, same) = (
+        each.rank(problem, H100, rows, len(rows)) for each in (old, new)
+    )
+    assert seconds[0] == same[0]
+    assert first.tolist() != second.tolist()
+    assert new.ordering is not new.order
+    assert new.ordering in taught.ensembles()

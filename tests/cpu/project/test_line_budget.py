@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 7200, "confpred": 29670, "confpred/cli": 2170, "confpred/client": 1070,
-    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 920, "confpred/families": 3970,
-    "confpred/measure": 1170, "confpred/model": 1950, "confpred/predict": 1430,
+    "benchmarks": 7200, "confpred": 30000, "confpred/cli": 2230, "confpred/client": 1120,
+    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 980, "confpred/families": 3970,
+    "confpred/measure": 1170, "confpred/model": 2000, "confpred/predict": 1430,
     "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4870,
-    "confpred/report": 1200, "confpred/retraining": 1370, "confpred/sampler": 2180,
-    "confpred/training": 2360, "datasets": 2710, "examples": 650, "service": 4820, "tests": 37140,
+    "confpred/report": 1200, "confpred/retraining": 1420, "confpred/sampler": 2180,
+    "confpred/training": 2390, "datasets": 2710, "examples": 650, "service": 4870, "tests": 38270,
 }  # fmt: skip
 MODULES = 150  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -9,8 +9,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -160,7 +162,67 @@ def lease_of(folder: RemoteFolder, **changes) -> None:
     (folder / ".lease.json").write_bytes(json.dumps(held | changes).encode())
 
 
-def test_the_lease_of_a_dead_sampler_is_taken_over(folder):
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr("confpred.data.remote._RENEW_S", 0.2)
+    monkeypatch.setattr("confpred.data.remote._SETTLED_S", 0.3)
+
+
+def test_a_clock_that_is_ahead_takes_no_live_lease(folder, quick, monkeypatch):
+    with Lease(folder, "alive") as alive, ThreadPoolExecutor(1) as pool:
+        ahead = time.time() + LEASE_S + 1
+        lease_of(folder, token=alive._holder["token"])
+        renewing = pool.submit(renewed, alive, 20)
+        with monkeypatch.context() as clocks:
+            clocks.setattr("confpred.data.remote.time.time", lambda: ahead)
+            with pytest.raises(FolderBusy), Lease(folder, "ahead"):
+                pass
+        renewing.result()
+
+
+def renewed(lease, times):
+    for _ in range(times):
+        time.sleep(0.05)
+        lease.renew()
+
+
+@pytest.mark.slow(reason="takers wait for each other")
+def test_one_of_two_gets_an_expired_lease(folder, quick):
+    """Both have seen the old one, and each removes what is there."""
+    for _ in range(3):
+        lease_of(folder, time=time.time() - LEASE_S - 1)
+        held, errors, meet = [], [], threading.Barrier(2)
+
+        def take(held=held, errors=errors, meet=meet):
+            meet.wait()
+            try:
+                with Lease(folder, "one of two"):
+                    held.append(1)
+                    time.sleep(0.8)
+            except FolderBusy as error:
+                errors.append(error)
+
+        takers = [threading.Thread(target=take) for _ in range(2)]
+        for taker in takers:
+            taker.start()
+        for taker in takers:
+            taker.join()
+        assert len(held) <= 1
+        assert errors
+
+
+def test_a_host_of_the_same_name_may_have_other_processes(folder, quick):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
+    with Lease(folder, "r") as lease:
+        here = lease._holder
+    for processes in ("another container", "", None):
+        lease_of(folder, host=here["host"], pid=int(ended.stdout), processes=processes)
+        with pytest.raises(FolderBusy), Lease(folder, "r"):
+            pass
+        (folder / ".lease.json").unlink()
+
+
+def test_the_lease_of_a_dead_sampler_is_taken_over(folder, quick):
     lease_of(folder)
     with pytest.raises(FolderBusy, match="process 1 of elsewhere"):
         run(folder)
@@ -168,8 +230,8 @@ def test_the_lease_of_a_dead_sampler_is_taken_over(folder):
     assert run(folder, 1).finished
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
     with Lease(folder, "r") as lease:
-        here = lease._holder["host"]
-    lease_of(folder, host=here, pid=int(ended.stdout))
+        here = lease._holder
+    lease_of(folder, **here | {"pid": int(ended.stdout), "token": "x"})
     assert run(folder, 2).finished
     (folder / ".lease.json").write_bytes(b"half")
     assert run(folder, 3).finished

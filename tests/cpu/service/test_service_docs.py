@@ -60,7 +60,7 @@ ELSEWHERE = {
 def test_the_error_table_is_what_the_contract_test_sees() -> None:
     documented = {(int(row[0]), row[1].strip("`")) for row in ROWS if re.match(r"\d{3}$", row[0])}
     seen = {(status, code) for *_, status, code in REFUSALS.values()}
-    busy = {(503, code) for code, _ in REFUSED_WORK.values()}
+    busy = {(429, code) for code, _ in REFUSED_WORK.values()}
     assert documented == seen | busy | ELSEWHERE
 
 

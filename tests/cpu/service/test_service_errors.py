@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from confpred import Choice, Device, Predictor
+from confpred.errors import UnknownDevice
 from confpred.predict.choice import MAX_TOP
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS
+from confpred.problem.device import get_device
 from confpred.problem.record import Record
 from confpred.service import Settings
 from confpred.service.app import create_app
@@ -83,7 +86,7 @@ REFUSALS: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "gzip": ("POST", "/v1/predict", _GOOD, _JSON | _GZIP, 415, "unsupported_media_type"),
     "invalid": ("POST", "/v1/predict", b"{}", _JSON, 422, "invalid_input"),
     "no version": ("POST", "/v1/predict?version=none", _GOOD, _JSON, 404, "version_not_loaded"),
-    "reload": ("POST", "/v1/models/reload", b"", {}, 503, "not_supervised"),
+    "reload": ("POST", "/v1/models/reload", b"", {}, 409, "not_supervised"),
 }
 
 
@@ -119,6 +122,7 @@ def test_a_method_refused_names_those_allowed(client: TestClient) -> None:
         ({**ONE, "top": None}, "top", None),
         ({**ONE, "max_regret": 0.5}, "max_regret", 0.5),
         ({**ONE, "max_regret": True}, "max_regret", True),
+        ({**ONE, "max_regret": 10**400}, "max_regret", f"1{'0' * 76}..."),
         ({"device": "h100", "problem": [LAYER]}, "problem", None),
         ({"device": "h100", "problem": None}, "problem", None),
         ({"device": "h100", "problems": []}, "problems", "0 problems"),
@@ -213,3 +217,15 @@ def test_a_bug_is_a_500_with_an_id_that_the_log_explains(
         assert client.post("/v1/predict", json=ONE).status_code == 200  # it lives on
         metrics = client.get("/metrics").text
     assert 'confpred_requests_total{route="/v1/predict",status="500"} 1.0' in metrics
+
+
+def test_a_name_of_any_length_costs_the_same(client: TestClient) -> None:
+    """Names are compared with the known ones, which takes longer than linearly."""
+    for body in ({**ONE, "device": "h" * 15_000}, {**ONE, "x" * 15_000: 1}):
+        start = time.perf_counter()
+        assert client.post("/v1/predict", json=body).status_code == 422
+        assert time.perf_counter() - start < 0.1
+    start = time.perf_counter()
+    with pytest.raises(UnknownDevice, match="device='hhh"):
+        get_device("h" * 900_000)
+    assert time.perf_counter() - start < 0.05

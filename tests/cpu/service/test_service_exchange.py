@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 from served import Server, eventually, head, running
+from uploads import PARQUET, admitted, became, changed, keepers, send, sent, token, whole
 
-from confpred.cli import cli
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
 from confpred.data.measurements import Measurement, Run
@@ -33,8 +31,6 @@ from confpred.families.registry import all_families
 from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
-
-PARQUET = {"content-type": "application/vnd.apache.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +55,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, anchors: Path) -> Path:
     return made
 
 
-def token(folder: Path, name: str, scope: str) -> str:
-    words = ["token", "--tokens", str(folder / "tokens.json"), name, "--scope", scope]
-    return CliRunner().invoke(cli, words, catch_exceptions=False).output.strip()
-
-
 @pytest.fixture(scope="module")
 def secrets(folder: Path) -> dict[str, str]:
     names = {"read": "read", "write": "write", "greedy": "write", "admin": "admin"}
@@ -75,50 +66,6 @@ def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
     options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
     with running(folder, *options, "--max-upload-mib", "1", "--quota-mib", "3") as made:
         yield made
-
-
-def whole(table: pa.Table, **how: Any) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(table, file, **how)
-    return file.getvalue()
-
-
-def changed(table: pa.Table, column: str, change: Callable[[Any], Any]) -> pa.Table:
-    """Return a table with other values in a column."""
-    field = table.schema.field(column)
-    values = pa.array(change(table[column].to_numpy(zero_copy_only=False)), field.type)
-    return table.set_column(table.schema.get_field_index(column), field, values)
-
-
-def send(server: Server, body: bytes, secret: str | None, **headers: str) -> httpx.Response:
-    known = {"idempotency-key": hashlib.sha256(body).hexdigest(), **PARQUET, **headers}
-    if secret is not None:
-        known["authorization"] = f"Bearer {secret}"
-    return server.post("/v1/measurements", content=body, headers=known)
-
-
-def became(server: Server, upload: str, secret: str) -> dict[str, Any]:
-    """Return an upload once it is checked."""
-    found: dict[str, Any] = {}
-
-    def checked() -> bool:
-        headers = {"authorization": f"Bearer {secret}"}
-        found.update(server.get(f"/v1/measurements/{upload}", headers=headers).json())
-        return found["state"] != "received"
-
-    eventually(checked, server.said)
-    return found
-
-
-def sent(server: Server, body: bytes, secret: str) -> dict[str, Any]:
-    reply = send(server, body, secret)
-    assert reply.status_code == 202, reply.text
-    return became(server, reply.json()["id"], secret)
-
-
-def admitted(folder: Path) -> pa.Table:
-    files = sorted((folder / "exchange" / "admitted").glob("*.parquet"))
-    return pa.concat_tables([pq.read_table(file) for file in files])
 
 
 def test_what_is_sent_twice_is_in_the_data_once(
@@ -137,7 +84,6 @@ def test_what_is_sent_twice_is_in_the_data_once(
     assert sent(server, twice, secrets["write"])["rows"] == 10
     found = admitted(folder)
     assert found.num_rows == 610
-    assert not list((folder / "exchange" / "incoming").glob("*.parquet"))
     headers = {"authorization": f"Bearer {secrets['read']}"}
     listed = server.get("/v1/measurements", headers=headers).json()["measurements"]
     assert sum(each["rows"] for each in listed) == 610
@@ -175,7 +121,7 @@ def test_what_is_not_meant_is_not_kept(
     start = start.replace(b"application/json", PARQUET["content-type"].encode())
     with server.connect() as connection:  # truncated: the client goes after the half
         connection.sendall(start + body[: len(body) // 2])
-    eventually(lambda: not list((folder / "exchange" / "incoming").glob(".*")))
+    eventually(lambda: not list((folder / "exchange" / "uploads").glob(".*")))
     unknown = server.get(
         f"/v1/measurements/{hashlib.sha256(body).hexdigest()}",
         headers={"authorization": f"Bearer {secrets['read']}"},
@@ -242,7 +188,8 @@ def test_a_lie_is_quarantined_with_its_reason(
     assert found["state"] == "quarantined"
     assert reason in found["reason"]
     assert str(folder) not in found["reason"]
-    assert (folder / "exchange" / "quarantine" / f"part-{found['id']}.parquet").exists()
+    assert (folder / "exchange" / "uploads" / f"part-{found['id']}.parquet").exists()
+    assert not (folder / "exchange" / "admitted" / f"part-{found['id']}.parquet").exists()
 
 
 def norms() -> pa.Table:
@@ -290,7 +237,7 @@ def test_a_run_whose_control_configs_are_off_is_not_believed(
         assert (found["state"], found["rows"]) == (state, 0 if state == "admitted" else None)
         data = changed(rows.slice(2_000, 50), "run_id", lambda each, run=run: [run] * len(each))
         assert sent(server, whole(data), secrets["write"])["state"] == state
-    assert "good" in pq.read_table(folder / "exchange" / "controls")["run_id"].to_pylist()
+    assert pq.read_table(folder / "exchange" / "controls").num_rows == controls.num_rows
 
 
 def test_a_full_disk_refuses_and_is_got_over(
@@ -310,15 +257,6 @@ def test_a_full_disk_refuses_and_is_got_over(
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.prlimit(process, resource.RLIMIT_FSIZE, unlimited)
     assert send(server, body, secrets["write"]).status_code == 202
-
-
-def keepers(server: Server) -> set[int]:
-    """Return the process that checks uploads, if there is one at the moment."""
-    return {
-        process
-        for process in server.workers()
-        if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
-    }
 
 
 def test_nothing_acknowledged_is_lost_where_processes_are_killed(

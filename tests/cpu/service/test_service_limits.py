@@ -218,3 +218,42 @@ def test_a_long_reply_is_compressed_if_the_client_takes_that(server: Server) -> 
         assert int(reply.headers["content-length"]) < len(plain.content) / 10
     for refused in ("identity", "gzip;q=0", "br", ""):
         assert kind not in ask(refused).headers
+
+
+UPGRADES = ("h2c", "websocket")
+
+
+@pytest.mark.parametrize("protocol", UPGRADES)
+def test_a_request_that_offers_another_protocol_keeps_its_body(
+    server: Server, protocol: str
+) -> None:
+    """As the JDK's HttpClient and ``curl --http2`` ask; a server may go on as it is."""
+    body = json.dumps(ONE).encode()
+    lines = ("connection: Upgrade, HTTP2-Settings", f"upgrade: {protocol}", "http2-settings: AAMA")
+    whole = head(*lines, f"content-length: {len(body)}") + body
+    chunks = head(*lines, "transfer-encoding: chunked") + b"%x\r\n%s\r\n0\r\n\r\n" % (
+        len(body),
+        body,
+    )
+    for request in (whole, chunks):
+        assert server.exchange(request).startswith(b"HTTP/1.1 200 OK")
+        parts = (request[at : at + 5] for at in range(0, len(request), 5))
+        assert server.exchange(*parts).startswith(b"HTTP/1.1 200 OK")
+    with server.connect() as connection:  # sent ahead, and one as usual behind them
+        connection.sendall(whole + chunks + whole + b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n")
+        said = b""
+        while b"HTTP/1.1 404" not in said:
+            said += connection.recv(65_536)
+    assert said.count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_a_request_is_of_http_1_and_names_one_host(server: Server) -> None:
+    wrong = (
+        b"GET /healthz\r\n\r\n",
+        b"GET /healthz HTTP/0.9\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    )
+    for request in wrong:
+        assert server.exchange(request).startswith(b"HTTP/1.1 400 Bad Request"), request
+    assert server.exchange(b"GET /healthz HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 OK")

@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 from strategies import problems
 
 from confpred import Predictor
-from confpred.predict.explain import explain_layer
+from confpred.predict import explain
+from confpred.predict.explain import explain_layer, explain_layers
 from confpred.problem.conv2d import CHOICES, LIMITS, Problem
 from confpred.problem.device import KNOWN
 from confpred.retraining.drift import Drift
@@ -318,7 +320,7 @@ def test_a_browser_may_send_a_token_as_a_password_to_pages_alone() -> None:
 def test_pages_take_turns_with_other_work() -> None:
     with TestClient(create_app(Settings(deadline=1), PREDICTOR)) as client:
         reply = client.get("/", headers={"prefer": "wait=0"})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "deadline_exceeded")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "deadline_exceeded")
 
 
 def test_jobs_and_uploads_are_shown_and_what_was_said_of_them_is_text(tmp_path: Path) -> None:
@@ -361,3 +363,20 @@ def test_a_published_model_that_does_not_answer_is_listed(tmp_path: Path, reposi
         assert cells[-1] == model["digest"][:12]
     drawn = re.findall(r'<title id="within-(\w+)-title">', text)
     assert sorted(drawn) == sorted(m["digest"][:12] for m in listed if m["in_use"])
+
+
+def test_an_explanation_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(*problems: Any, **how: Any) -> Any:
+        asked.append(problems)
+        return explain_layers(*problems, **how)
+
+    monkeypatch.setattr(explain, "explain_layers", counted)
+    with TestClient(create_app(Settings(), PREDICTOR)) as client:
+        query = {**EXAMPLE.to_texts(), "device": "h100"}
+        first, second = (client.get("/", params=query).text for _ in range(2))
+        assert first == second
+        assert len(asked) == 1
+        client.get("/", params={**query, "top": "3"})
+        assert len(asked) == 2

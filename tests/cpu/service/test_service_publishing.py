@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic
 from click.testing import CliRunner, Result
-from served import ONE, Server, eventually, running
+from served import ONE, Server, eventually, refused, running
 
 from confpred.cli import cli
-from confpred.client import Client
+from confpred.client import Client, transfer
 from confpred.data.parquet import schema
+from confpred.errors import InvalidInput
 from confpred.problem.conv2d import CONVOLUTION
+from confpred.retraining import exchanged
 from confpred.retraining.exchanged import Outcome
 from confpred.retraining.retrain import Verdict
 from confpred.service import Settings, keeper
-from confpred.service.exchange import Exchange, published
+from confpred.service.exchange import Exchange
+from confpred.service.generations import published
 
 DEVICES = ("h100", "h200")
 
@@ -70,12 +78,8 @@ def test_a_better_model_is_published_and_rolled_back(server: Server, tmp_path: P
         {**row, "time_ms": 30 * float(str(row["time_ms"])), "spread_ms": 1e-3}
         for row in synthetic.rows(networks=20, configs=40)  # which are faster than a device can be
     ]
-    shard = tmp_path / "rows-test-00000.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, schema(CONVOLUTION)), shard)
-    with Client(server.url) as client:
-        upload = client.submit(shard).id
-        eventually(lambda: client.submission(upload).state != "received", within_s=300)
-        assert client.submission(upload).state == "admitted", client.submission(upload)
+    base = server.log.parent / "exchange" / "base" / "part-own.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema(CONVOLUTION)), base)
     assert in_use(server).keys() == {"h200"}
     first = job(server)
     assert first["state"] == "published", first
@@ -124,6 +128,7 @@ def test_a_pull_goes_on_and_is_whole_or_not_at_all(
     assert "linear_chain" in {m["operation"] for m in listed}
     assert [m["name"] for m in listed if m["in_use"] and m["digest"] == digest]
     assert digest[:12] in run("models", "list", "--url", server.url).output
+    assert "models unsigned as far as is known" in server.said()
     verified = run("models", "verify", "--url", server.url)
     assert verified.exit_code == 0, verified.output
     (made / name).write_bytes(files[name][:-1])
@@ -147,6 +152,120 @@ def test_a_pull_of_other_bytes_puts_nothing_there(
         assert run("models", "pull", "--url", server.url, *words).exit_code != 0
     for path in (f"{digest}/../x", f"{'0' * 64}/card.json", f"{digest}/models"):
         assert server.get(f"/v1/models/{path}").status_code == 404
+
+
+@contextmanager
+def offering(listed: dict[str, Any], files: dict[str, bytes]) -> Iterator[str]:
+    """Run a server that offers a model, whatever it is; gives its address."""
+
+    class Offers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"models": [listed]}).encode() if self.path == "/v1/models" else None
+            name = unquote(self.path.partition(f"/{listed['digest']}/")[2])
+            found = files.get(name) if body is None else body
+            self.send_response(200 if found is not None else 404)
+            self.send_header("content-length", str(len(found or b"")))
+            self.end_headers()
+            self.wfile.write(found or b"")
+
+        def log_message(self, *words: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Offers) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{made.server_port}"
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+CARDS: dict[str, tuple[dict[str, Any], str]] = {
+    "another device": ({"device": "h200"}, "is for 'h200', not for h100"),
+    "a path as its device": ({"device": "../../x"}, "is no key of a device"),
+    "a date to come": ({"created": "9999-01-01T00:00:00+00:00"}, "the newest for ever"),
+    "a file of another kind": ({"files": {".bashrc": "0" * 64}}, "has a file '.bashrc'"),
+}
+
+
+@pytest.mark.parametrize("kind", [*CARDS, "a digest", "a size"])
+def test_what_a_service_offers_is_believed_as_far_as_it_is_a_model(
+    models_folder: Path,
+    repository: Path,
+    tmp_path: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shipped = sorted((repository / "models").glob("h100-*"))[-1]
+    files = {path.name: path.read_bytes() for path in shipped.iterdir()}
+    change, said = CARDS.get(kind, ({}, "which is no SHA-256"))
+    files["card.json"] = json.dumps(json.loads(files["card.json"]) | change).encode()
+    digest = sha256(files["card.json"]).hexdigest()
+    if kind == "a digest":
+        digest = "../../../../tmp/x" + digest[17:]
+    if kind == "a size":
+        monkeypatch.setattr(transfer, "_MOST_BYTES", 1000)
+        said = "has more than 1000 bytes"
+    listed = {"device": "h100", "digest": digest, "in_use": True, "name": "x", "created": "2026"}
+    with offering(listed, files) as url:
+        done = run("models", "pull", "--url", url, "--device", "h100")
+    assert done.exit_code == 1
+    assert said in str(done.exception), done.exception
+    assert not models_folder.exists()
+    written = {p.name for p in tmp_path.rglob("*") if p.is_file()}
+    assert written <= {"card.json", "card.json.part"}
+
+
+def test_nothing_is_asked_over_plain_http_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, models_folder: Path
+) -> None:
+    away = "http://192.0.2.1:8000"
+    for words in (["list"], ["pull", "--device", "h100"], ["verify"]):
+        done = run("models", *words, "--url", away)
+        assert "CONFPRED_PLAIN_HTTP=1 allows" in str(done.exception)
+    with pytest.raises(InvalidInput, match="https://"):
+        Client(away, token="secret")
+    Client(away).close()  # without a token nothing is to be kept
+    Client("https://192.0.2.1", token="secret").close()
+    monkeypatch.setenv("CONFPRED_PLAIN_HTTP", "1")
+    Client(away, token="secret").close()
+
+
+def signed(folder: Path, key: Path) -> None:
+    words = ["ssh-keygen", "-q", "-Y", "sign", "-n", "confpred", "-f", key, folder / "card.json"]
+    subprocess.run([*map(str, words)], check=True, capture_output=True)
+
+
+def test_a_signature_says_whom_a_model_is_from(
+    models_folder: Path, repository: Path, tmp_path: Path
+) -> None:
+    shipped = sorted((repository / "models").glob("h200-*"))[-1]
+    own = tmp_path / "own" / "h200-1"
+    shutil.copytree(shipped, own)
+    for name in ("operator", "somebody"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
+        subprocess.run(words, check=True)
+    public = (tmp_path / "operator.pub").read_text()
+    (tmp_path / "signers").write_text(f"operator@example.com {public}")
+    signed_by = ("--signed-by", str(tmp_path / "signers"))
+    code, said = refused("--model", str(own.parent), *signed_by)
+    assert (code, "is not signed" in said) == (1, True)
+    signed(own, tmp_path / "somebody")
+    code, said = refused("--model", str(own.parent), *signed_by)
+    assert (code, "is not signed by one of" in said) == (1, True)
+    (own / "card.json.sig").unlink()
+    signed(own, tmp_path / "operator")
+    with running(tmp_path, "--model", str(own.parent), *signed_by) as server:
+        pull = ("models", "pull", "--url", server.url, "--device", "h200")
+        done = run(*pull, *signed_by)
+        assert done.exit_code == 0, done.exception
+        assert "signed by operator@example.com" in done.output
+    assert "signed by operator@example.com" in run("models", "verify", *signed_by).output
+    assert "signed, which --signed-by verifies" in run("models", "verify").output
+    (made,) = models_folder.iterdir()
+    (made / "card.json.sig").unlink()
+    assert "unsigned" in run("models", "verify").output
+    assert run("models", "verify", *signed_by).exit_code == 1
 
 
 def test_a_rollback_withdraws_what_was_published(server: Server, repository: Path) -> None:
@@ -185,18 +304,23 @@ def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
     shipped = {device: [*(repository / "models").glob(f"{device}-*")][-1] for device in DEVICES}
     years = iter(range(2031, 2050))
 
-    def trained(data: object, models: object, out: Path, *, device: str, say: object) -> Outcome:
+    def trained(
+        data: object, models: object, out: Path, *, device: str, facts: Any, **how: object
+    ) -> Outcome:
         shutil.copytree(shipped[device], out)
-        card = json.loads((out / "card.json").read_text()) | {"created": f"{next(years)}-01-01"}
+        card = json.loads((out / "card.json").read_text()) | {
+            "created": f"{next(years)}-01-01",
+            **facts,
+        }
         (out / "card.json").write_text(json.dumps(card))
-        return Outcome(device, Verdict(True, "made up", 10, 3), None, 0)
+        return Outcome(device, Verdict(True, "made up", 10, 3), None)
 
-    monkeypatch.setattr(keeper, "retrain_from", trained)
+    monkeypatch.setattr(exchanged, "retrain_from", trained)
     shutil.copytree(shipped["h200"], tmp_path / "models" / "h200-1")
     settings = Settings(model=str(tmp_path / "models"), exchange=str(tmp_path / "exchange"))
     exchange = Exchange(tmp_path / "exchange")
     for device in ("h200", *["h100"] * 7):
-        keeper.retrain(settings, exchange, exchange.add_job(device).id, device)
+        keeper.retrain(settings, exchange, exchange.add_job(device))
     assert {job.state for job in exchange.jobs()} == {"published"}
     kept = [(known.card.device, known.card.created[:4]) for _, known in published(exchange.folder)]
     assert kept == [*(("h100", str(year)) for year in range(2038, 2033, -1)), ("h200", "2031")]

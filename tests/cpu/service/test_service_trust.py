@@ -1,0 +1,370 @@
+"""Who is trusted with what in an exchange: uploads are taken back, wait, or are refused, and no
+host speaks for another."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from served import Server, eventually, running
+from uploads import became, changed, keepers, send, sent, token, whole
+
+from confpred.cli import cli
+from confpred.client.transfer import fetch_rows
+from confpred.service import Settings, keeper
+from confpred.service.exchange import ADMITTED, UPLOADS, Exchange
+
+
+@pytest.fixture(scope="module")
+def rows(repository: Path) -> pa.Table:
+    """Return measurements of a real GPU."""
+    file = next((repository / "datasets" / "h100").glob("*.parquet"))
+    return pq.read_table(file).slice(0, 20_000)
+
+
+@pytest.fixture(scope="module")
+def anchors(repository: Path) -> pa.Table:
+    return pq.read_table(repository / "datasets" / "anchors" / "h100" / "part-2026-11-23.parquet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path, anchors: pa.Table) -> Path:
+    """Return the folder of a server with the operator's control configs, and a model of its own."""
+    made = tmp_path_factory.mktemp("trust")
+    (made / "exchange" / "controls").mkdir(parents=True)
+    pq.write_table(anchors, made / "exchange" / "controls" / "own.parquet")
+    (made / "models").mkdir()
+    shutil.copytree(repository / "models" / "h100-2026.11.25", made / "models" / "h100-1")
+    return made
+
+
+@pytest.fixture(scope="module")
+def secrets(folder: Path) -> dict[str, str]:
+    names = ("one", "another", "third", "loud", "quiet", "operator")
+    return {n: token(folder, n, "admin" if n == "operator" else "write") for n in names}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
+    options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
+    with running(folder, *options, "--model", str(folder / "models")) as made:
+        yield made
+
+
+@pytest.fixture
+def exchange(folder: Path, server: Server) -> Exchange:
+    return Exchange(folder / "exchange")
+
+
+def called(table: pa.Table, run_id: str) -> pa.Table:
+    """Return rows under another run id, measured at another time of day."""
+    table = changed(table, "run_id", lambda each: [run_id] * len(each))
+    return changed(table, "time", lambda each: ["2031-01-01T00:00:00Z"] * len(each))
+
+
+def command(folder: Path, *words: str) -> str:
+    done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(folder / "exchange")])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_content_decides_what_is_new(
+    server: Server, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    assert sent(server, whole(rows.slice(0, 200)), secrets["one"])["rows"] == 200
+    again = sent(server, whole(called(rows.slice(0, 200), "another run")), secrets["another"])
+    assert (again["state"], again["rows"]) == ("admitted", 0)
+
+
+def test_an_uploader_is_listed_revoked_and_queued_again(
+    server: Server,
+    folder: Path,
+    exchange: Exchange,
+    secrets: dict[str, str],
+    rows: pa.Table,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = sent(server, whole(rows.slice(1_000, 100)), secrets["third"])
+    second = sent(server, whole(rows.slice(1_050, 100)), secrets["another"])
+    assert (first["rows"], second["rows"], first["token"]) == (100, 50, "third")
+    learned = folder / "exchange" / "models" / "h100-2"
+    shutil.copytree(folder / "models" / "h100-1", learned)
+    card = json.loads((learned / "card.json").read_text()) | {"uploads": {first["id"]: "third"}}
+    (learned / "card.json").write_text(json.dumps(card))
+    assert first["id"][:12] in command(folder, "list", "third")
+    said = command(folder, "revoke", "third")
+    assert "revoked by the operator" in said
+    assert "withdrawn: h100-2" in said
+    assert not learned.exists()
+    # The rows that both had sent are the other's now.
+    eventually(lambda: exchange.named(second["id"])[0].rows == 100, server.said)
+    headers = {"authorization": f"Bearer {secrets['one']}"}
+    assert server.get(f"/v1/measurements/{first['id']}/rows", headers=headers).status_code == 404
+    assert (
+        send(server, whole(rows.slice(1_000, 100)), secrets["third"]).json()["state"] == "revoked"
+    )
+    command(folder, "requeue", first["id"][:8])
+    assert became(server, first["id"], secrets["third"])["rows"] == 50
+    for words in (["revoke", "nobody"], ["revoke"], ["requeue", "0000000"]):
+        done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(folder / "exchange")])
+        assert done.exit_code != 0
+    exchange.path(ADMITTED, first["id"]).unlink()  # by hand
+    assert server.get(f"/v1/measurements/{first['id']}/rows", headers=headers).status_code == 404
+    monkeypatch.setenv("CONFPRED_TOKEN", secrets["one"])
+    fetch_rows(server.url, tmp_path)
+    found = {path.stem.removeprefix("part-") for path in tmp_path.glob("*.parquet")}
+    assert second["id"] in found
+    assert first["id"] not in found
+
+
+def test_a_fault_of_the_server_is_no_fault_of_the_file(
+    server: Server, folder: Path, exchange: Exchange, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    damaged = folder / "exchange" / "controls" / "damaged.parquet"
+    trees = folder / "models" / "h100-1" / "card.json"
+    text, (process,) = trees.read_bytes(), keepers(server)
+
+    def small(least: int) -> None:
+        for each in children(process):
+            resource.prlimit(each, resource.RLIMIT_FSIZE, (least, resource.RLIM_INFINITY))
+
+    faults = (
+        (lambda: damaged.write_bytes(b"PAR1"), damaged.unlink, "damaged.parquet"),
+        (lambda: trees.write_bytes(b"{"), lambda: trees.write_bytes(text), "card.json"),
+        (lambda: small(1_000), lambda: small(resource.RLIM_INFINITY), "File too large"),
+    )
+    for number, (begin, end, reason) in enumerate(faults):
+        begin()
+        try:
+            upload = send(server, whole(rows.slice(2_000 + 500 * number, 500)), secrets["one"])
+            name = upload.json()["id"]
+            eventually(lambda name=name: exchange.named(name)[0].reason, server.said)
+            assert reason in exchange.named(name)[0].reason
+            assert exchange.named(name)[0].state == "received"
+        finally:
+            end()
+        found = became(server, name, secrets["one"])
+        assert (found["state"], found["rows"], found["reason"]) == ("admitted", 500, None)
+
+
+def children(process: int) -> list[int]:
+    path = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in path.read_text().split()]
+
+
+def bombs(rows: pa.Table) -> dict[str, bytes]:
+    """Return files of some kilobytes that stand for gigabytes, or for minutes."""
+    many = rows.take([0] * 400_000)
+    large = pa.array([0] * many.num_rows, pa.int32())
+    texts = pa.DictionaryArray.from_arrays(large, pa.array(["x" * 8_000]))
+    at = many.schema.get_field_index("project")
+    small = rows.slice(0, 10)
+    device = pa.array(["h" * 20_000] * small.num_rows)
+    found = {
+        "a text for many rows": many.set_column(at, "project", texts),
+        "a long name": small.set_column(small.schema.get_field_index("device"), "device", device),
+        "a long family": changed(small, "family", lambda each: ["f" * 20_000] * len(each)),
+    }
+    return {
+        name: whole(table.replace_schema_metadata(rows.schema.metadata), compression="zstd")
+        for name, table in found.items()
+    }
+
+
+def test_a_file_that_is_too_large_to_check_is_refused_before_it_is_read(
+    server: Server, secrets: dict[str, str], rows: pa.Table
+) -> None:
+    for name, body in bombs(rows).items():
+        assert len(body) < 500_000
+        start = time.monotonic()
+        found = sent(server, body, secrets["one"])
+        assert found["state"] == "quarantined", name
+        assert "has a text of " in found["reason"], found
+        assert time.monotonic() - start < 30
+    (process,) = keepers(server)
+    for checker in children(process):
+        status = Path(f"/proc/{checker}/status").read_text()
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        assert int(peak.split()[1]) < 2_000_000, peak  # kB
+
+
+def test_a_check_has_limits_of_time_and_memory(
+    tmp_path: Path, rows: pa.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Exchange(tmp_path)
+
+    def arrived(number: int) -> str:
+        body = whole(rows.slice(100 * number, 100))
+        (tmp_path / "arrived").write_bytes(body)
+        return exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+
+    limits = {
+        "MOST_S = 0": ("quarantined", "s of a processor"),
+        "MOST_MEMORY = 2**10": ("quarantined", "bytes of memory"),
+        "_check = lambda *each: k.os._exit(3)": ("received", "ended with 3"),
+    }
+    for limit, (state, reason) in limits.items():
+        program = f"import confpred.service.keeper as k; k.{limit}; k.main()"
+        words = [sys.executable, "-c", program]
+        monkeypatch.setattr(keeper, "command", lambda _, *more, own=words: (*own, *more))
+        checking = keeper.Keeper(Settings(exchange=str(tmp_path)), os.getpid())
+        upload = arrived(len(limit))  # of another number each
+        checking._check(exchange.named(upload)[0])
+        found = exchange.named(upload)[0]
+        assert (found.state, reason in (found.reason or "")) == (state, True), found
+    due = exchange.due()
+    assert due is None  # it waits, and others go first
+    monkeypatch.undo()
+    keeper.Keeper(Settings(exchange=str(tmp_path)), os.getpid())._check(
+        exchange.named(arrived(3))[0]
+    )
+    assert {each.state for each in exchange.latest(9)} == {"quarantined", "received", "admitted"}
+
+
+def test_what_was_sent_is_shown_on_one_line_and_short(
+    server: Server, folder: Path, secrets: dict[str, str], anchors: pa.Table
+) -> None:
+    forged = "\nERROR:    forged <b>line</b> " + "x" * 1_500
+    table = changed(called(anchors, forged), "time_ms", lambda ms: 2 * ms)
+    found = sent(server, whole(table), secrets["loud"])
+    assert found["state"] == "quarantined"
+    assert "\\nERROR:" in found["reason"]
+    assert len(found["reason"]) < 700
+    assert "\nERROR:    forged" not in server.said()
+    page = server.get("/", headers={"authorization": f"Bearer {secrets['one']}"})
+    assert "<b>line" not in page.text
+
+
+def test_no_host_speaks_for_another(
+    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, anchors: pa.Table
+) -> None:
+    """Control configs that are sent are no reference, and a run id is its token's own."""
+    factor = 1.0
+    for number in range(8):
+        factor *= 1.02
+        table = changed(anchors, "time_ms", lambda ms, factor=factor: factor * ms)
+        sent(server, whole(called(table, f"drifting {number}")), secrets["loud"])
+    honest = changed(anchors, "time_ms", lambda ms: 0.98 * ms)
+    found = sent(server, whole(called(honest, "honest")), secrets["quiet"])
+    assert found["state"] == "admitted", found
+    wrong = changed(called(anchors, "shared"), "time_ms", lambda ms: 1.3 * ms)
+    assert sent(server, whole(wrong), secrets["loud"])["state"] == "quarantined"
+    data = called(rows.slice(5_000, 50), "shared")
+    assert sent(server, whole(data), secrets["quiet"])["state"] == "admitted"
+    more = called(rows.slice(5_100, 50), "shared")
+    found = sent(server, whole(more), secrets["loud"])
+    assert (found["state"], "of run shared" in found["reason"]) == ("quarantined", True)
+    assert [path.name for path in (folder / "exchange" / "controls").iterdir()] == ["own.parquet"]
+
+
+def test_a_kill_between_publishing_and_saying_so_is_made_up_for(
+    server: Server, folder: Path, exchange: Exchange, secrets: dict[str, str]
+) -> None:
+    headers = {"authorization": f"Bearer {secrets['operator']}"}
+
+    def in_use() -> str:
+        models = server.get("/v1/models", headers=headers).json()["models"]
+        return next(m["digest"] for m in models if m["in_use"] and m["device"] == "h100")
+
+    job = exchange.add_job("h100")
+    eventually(lambda: job_now(exchange, job.id).ended, server.said)  # as there is no base
+    assert "operator's own" in (job_now(exchange, job.id).reason or "")
+    exchange.set_job(job.id, "running")
+    made = folder / "models-made"
+    shutil.copytree(folder / "models" / "h100-1", made)
+    started = job_now(exchange, job.id).started
+    card = json.loads((made / "card.json").read_text())
+    card |= {"created": "2031-01-01", "job": [job.id, started], "why": "made up"}
+    (made / "card.json").write_text(json.dumps(card))
+    made.rename(folder / "exchange" / "models" / "h100-2031")
+    digest = sha256((folder / "exchange/models/h100-2031/card.json").read_bytes()).hexdigest()
+    os.kill(keepers(server).pop(), signal.SIGKILL)
+    eventually(lambda: job_now(exchange, job.id).state == "published", server.said)
+    assert job_now(exchange, job.id).reason == "h100-2031: made up"
+    eventually(lambda: in_use() == digest, server.said)
+    other = exchange.add_job("h100")
+    eventually(lambda: job_now(exchange, other.id).ended, server.said)
+    exchange.set_job(other.id, "running")  # and the server is killed: it begins anew
+    os.kill(keepers(server).pop(), signal.SIGKILL)
+    eventually(lambda: job_now(exchange, other.id).state == "failed", server.said)
+
+
+def job_now(exchange: Exchange, number: int) -> Any:
+    return next(job for job in exchange.jobs() if job.id == number)
+
+
+def test_rows_that_start_a_retraining_are_counted_over_kills(
+    tmp_path: Path, rows: pa.Table
+) -> None:
+    options = ("--exchange", str(tmp_path / "exchange"), "--retrain-rows", "100")
+    with running(tmp_path, *options) as server:
+        for number in range(2):
+            upload = send(server, whole(rows.slice(100 * number, 60)), None).json()["id"]
+            became(server, upload, "x")
+            jobs = server.get("/v1/jobs").json()["jobs"]
+            assert [job["device"] for job in jobs] == ["h100"] * number
+            os.kill(keepers(server).pop(), signal.SIGKILL)
+            eventually(lambda: keepers(server))
+
+
+def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.Table) -> None:
+    """One step says what becomes of an upload; a kill leaves files that do not count."""
+    exchange, ids = Exchange(tmp_path / "exchange"), {}
+    for number, state in enumerate(("quarantined", "revoked", "received", "admitted", "gone")):
+        body = whole(rows.slice(number, 1))
+        (tmp_path / "arrived").write_bytes(body)
+        upload = exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+        ids[state] = upload
+        shutil.copy(exchange.path(UPLOADS, upload), exchange.path(ADMITTED, upload))
+        if state in ("admitted", "gone"):
+            exchange.admit(upload, rows=1, in_all=1, devices={"h100": 1}, wanted=0)
+    exchange.path(ADMITTED, ids["gone"]).unlink()
+    with exchange._changing() as db:
+        for state in ("quarantined", "revoked"):
+            db.execute("UPDATE uploads SET state = ? WHERE id = ?", (state, ids[state]))
+    assert [path.stem[-64:] for path in exchange.data()] == [ids["admitted"]]
+    learned = tmp_path / "exchange" / "controls" / f"part-{ids['received']}.parquet"
+    learned.write_bytes(b"")  # as former versions learned them from uploads
+    exchange.tidy()
+    assert not learned.exists()
+    parts = {path.stem[-64:] for path in (tmp_path / "exchange" / ADMITTED).glob("*.parquet")}
+    assert parts == {ids["admitted"]}
+    assert len([*(tmp_path / "exchange" / UPLOADS).glob("*.parquet")]) == 5
+    assert exchange.named(ids["gone"])[0].reason == "its part was removed"
+    # It was revoked while it was checked.
+    exchange.revoke(ids["received"])
+    exchange.admit(ids["received"], rows=1, in_all=1, devices={"h100": 1}, wanted=1)
+    assert exchange.named(ids["received"])[0].state == "revoked"
+    assert exchange.jobs() == []
+
+
+def test_an_exchange_of_the_former_version_goes_on(tmp_path: Path, rows: pa.Table) -> None:
+    """Uploads that were acknowledged by it are checked, and those in its quarantine kept."""
+    table = Exchange(tmp_path / "exchange")
+    body = whole(rows.slice(0, 50))
+    (tmp_path / "arrived").write_bytes(body)
+    upload = table.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+    with table._changing() as db:
+        for column in ("due", "in_all"):
+            db.execute(f"ALTER TABLE uploads DROP COLUMN {column}")
+    (tmp_path / "exchange" / "incoming").mkdir()
+    former = tmp_path / "exchange" / "incoming" / f"part-{upload}.parquet"
+    table.path(UPLOADS, upload).rename(former)
+    exchange = Exchange(tmp_path / "exchange")
+    assert exchange.due() is not None
+    assert exchange.path(UPLOADS, upload).read_bytes() == body
+    assert not former.exists()
