@@ -206,8 +206,11 @@ def main() -> None:
     logs.configure(settings, "job" if job else "keeper")
     cores = sorted(os.sched_getaffinity(0))[-settings.job_cores :]
     os.sched_setaffinity(0, cores)
-    with contextlib.suppress(OSError):  # where the system forbids it
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if job in ([], ["check"]):
+        os.setpriority(os.PRIO_PROCESS, 0, 10)  # behind answers, and not after all else
+    else:
+        with contextlib.suppress(OSError):  # where the system forbids it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if not job:
         Keeper(settings, int(parent)).run()
     elif job == ["check"]:

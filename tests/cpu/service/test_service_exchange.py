@@ -169,7 +169,7 @@ LIES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         "device='h900' is not allowed",
     ),
     "no column": (lambda t: t.drop_columns(["registers"]), "is not a whole file of measurements"),
-    "no operation": (lambda t: t.replace_schema_metadata({}), "which no family computes"),
+    "no operation": (lambda t: t.replace_schema_metadata({}), "lacks the metadata 'operation'"),
     "another operation": (
         lambda t: t.replace_schema_metadata({"operation": "linear_chain"}),
         "is not a whole file of measurements",
