@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as module_hooks
 
@@ -100,6 +101,29 @@ def control_flow_operators(run: Run) -> Any:
     model = _half_channels_first(run, run.network(Chooses))
     with torch.no_grad():
         return [model(_wide(run, model, seed)) for seed in range(4)]
+
+
+class Loops(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        start = (torch.zeros((), dtype=torch.int64), self.grouped(x))
+        _, y = while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v.sin()), start)
+        return self.grouped(y)
+
+
+class Nests(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        region = torch.compiler.nested_compile_region(lambda v: v.sin() * 2)
+        return self.grouped(region(region(self.grouped(x))))
+
+
+@hazard(layers=4)
+def loops_and_nested_regions(run: Run) -> Any:
+    found = []
+    for kind in (Loops, Nests):
+        model = _half_channels_first(run, run.network(kind))
+        with torch.no_grad():
+            found += [model(_wide(run, model, seed)) for seed in range(3)]
+    return found
 
 
 @torch.library.custom_op("hazards::by_place", mutates_args=())

@@ -18,7 +18,7 @@ BUDGETS = {
     "confpred/measure": 1170, "confpred/model": 2000, "confpred/predict": 1430,
     "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4870,
     "confpred/report": 1200, "confpred/retraining": 1420, "confpred/sampler": 2180,
-    "confpred/training": 2390, "datasets": 2710, "examples": 650, "service": 4870, "tests": 38270,
+    "confpred/training": 2390, "datasets": 2710, "examples": 650, "service": 4870, "tests": 38300,
 }  # fmt: skip
 MODULES = 150  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
