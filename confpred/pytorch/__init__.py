@@ -1,6 +1,6 @@
 """confpred inside PyTorch; importing this package imports PyTorch.
 
-networks    network -> backend -> layouts, fusing, passes -> graphs; explain, plan
+networks    network -> backend -> layouts, fusing, training, passes -> graphs; explain, plan
 calls       eager, linear_chain, operators -> convolve, pointwise, fold, library
 launches    choosing, verify -> loading
 """

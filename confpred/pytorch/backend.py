@@ -28,7 +28,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, fusing, inductor, layouts, norms, passes, verify
+from confpred.pytorch import choosing, fusing, inductor, layouts, passes, training, verify
 from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
 from confpred.pytorch.loading import compile_ahead
@@ -199,7 +199,7 @@ class Compiler:
         if choose is not None:
             steps += [layouts.to_channels_last, partial(self._replace, fusing.serve, choose)]
             if choosing.is_known(BATCH_NORM.name):
-                steps.append(partial(norms.serve, choose))
+                steps.append(partial(training.serve, choose))
         passes.attempt(joint, steps)
         if self.inductor:
             joint = self._decomposed(joint, inputs)

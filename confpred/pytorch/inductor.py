@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from confpred.pytorch.passes import Run, val_of
+from confpred.pytorch.graphs import Run
+from confpred.pytorch.passes import val_of
 
 
 def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from confpred.pytorch.choosing import warn_once
+from confpred.pytorch.graphs import Run
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
 Step = Callable[[fx.Graph], Any]  # a pass, in place
 _FUNCTIONAL = aten._batch_norm_with_update_functional.default
 _CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)

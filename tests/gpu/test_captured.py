@@ -29,9 +29,9 @@ import confpred
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch import (  # noqa: F401  torch.ops has the operators
     choosing,
-    norms,
     operators,
     pointwise,
+    training,
 )
 from confpred.pytorch import fold as folding
 from confpred.pytorch.backend import confpred as confpred_backend
@@ -55,7 +55,7 @@ def ours() -> Iterator[OursFirst]:
 def norms_by_ours(ours: OursFirst, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of confpred serve every batch norm of training that they can, too."""
     monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
-    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)
+    monkeypatch.setattr(training, "_gain_ms", lambda *choices: 1.0)
 
 
 def poison() -> None:

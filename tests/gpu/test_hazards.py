@@ -9,7 +9,7 @@ from hazards import HAZARDS, compare
 from hazards.base import failed_passes
 from layers_on_gpu import ours_first
 
-from confpred.pytorch import backend, choosing, norms
+from confpred.pytorch import backend, choosing, training
 from confpred.pytorch.graphs import Graphed
 
 HOW: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return passes[-1]
 
     monkeypatch.setattr(backend, "graphed", graphed)
-    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)  # every norm that a kernel takes
+    monkeypatch.setattr(training, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
     with ours_first() as ours, failed_passes() as failures:
         monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
         compare(found, "cuda", **HOW[how])
