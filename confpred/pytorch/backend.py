@@ -28,11 +28,12 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, fusing, inductor, layouts, passes, training, verify
-from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
-from confpred.pytorch.loading import compile_ahead
-from confpred.pytorch.passes import Step
+from confpred.pytorch.rewrite import fusing, inductor, layouts, passes, training
+from confpred.pytorch.rewrite.passes import Step
+from confpred.pytorch.run import choosing, verify
+from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference
+from confpred.pytorch.run.loading import compile_ahead
 
 log = logging.getLogger("confpred")
 

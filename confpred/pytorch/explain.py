@@ -19,11 +19,11 @@ from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
-from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
-from confpred.pytorch.fusing import Site
 from confpred.pytorch.network import as_arguments, own_frame
-from confpred.pytorch.passes import is_view, val_of
+from confpred.pytorch.rewrite.fusing import Site
+from confpred.pytorch.rewrite.passes import is_view, val_of
+from confpred.pytorch.run import choosing
 
 aten = torch.ops.aten
 #: A kernel that is bound by memory takes at least this long, and reaches this share of the

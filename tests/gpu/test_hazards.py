@@ -9,8 +9,10 @@ from hazards import HAZARDS, compare
 from hazards.base import failed_passes
 from layers_on_gpu import ours_first
 
-from confpred.pytorch import backend, choosing, training
-from confpred.pytorch.graphs import Graphed
+from confpred.pytorch import backend
+from confpred.pytorch.rewrite import training
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.graphs import Graphed
 
 HOW: dict[str, dict[str, Any]] = {
     "graphs": {}, "no graphs": {"graphs": False}, "inductor": {"inductor": True},

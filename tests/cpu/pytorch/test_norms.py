@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
-from confpred.pytorch import backend, norms, training
+from confpred.pytorch import backend
+from confpred.pytorch.rewrite import training
+from confpred.pytorch.run import norms
 
 FASTER = Candidate("batch_norm_two_pass", 0)
 #: Fused form of each: activation and whether a residual is in it.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.pytorch import fusing, network
+from confpred.pytorch import network
+from confpred.pytorch.rewrite import fusing
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -113,7 +114,7 @@ def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
 
 
 def test_a_wrong_gradient_is_found(captured, monkeypatch) -> None:
-    from confpred.pytorch import convolve
+    from confpred.pytorch.run import convolve
 
     right = convolve.backward
 

@@ -22,10 +22,10 @@ from confpred.errors import InvalidProblem
 from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
-from confpred.pytorch import loading
-from confpred.pytorch.choosing import kept
-from confpred.pytorch.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
-from confpred.pytorch.pointwise import activate
+from confpred.pytorch.run import loading
+from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
+from confpred.pytorch.run.pointwise import activate
 
 aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default

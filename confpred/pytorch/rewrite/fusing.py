@@ -22,12 +22,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import choosing, library, operators  # noqa: F401  graphs call the operators
-from confpred.pytorch import fold as folding
-from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.convolve import Call, Geometry, Hint, is_deterministic, problem_of, sums_bias
-from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, is_channels_last
-from confpred.pytorch.passes import put_in_place, val_of
+from confpred.pytorch.rewrite.passes import put_in_place, val_of
+from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
+from confpred.pytorch.run import fold as folding
+from confpred.pytorch.run.choosing import ANY, Wishes
+from confpred.pytorch.run.convolve import (
+    Call,
+    Geometry,
+    Hint,
+    is_deterministic,
+    problem_of,
+    sums_bias,
+)
+from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred

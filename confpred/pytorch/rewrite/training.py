@@ -18,10 +18,17 @@ from torch import Tensor, fx
 
 from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
-from confpred.pytorch import choosing
-from confpred.pytorch.loading import DTYPES, is_channels_last
-from confpred.pytorch.norms import _BACKWARD, _FROZEN, _NORM, _NORM_BACKWARD, NormCall, problem_of
-from confpred.pytorch.passes import is_alike, val_of
+from confpred.pytorch.rewrite.passes import is_alike, val_of
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.loading import DTYPES, is_channels_last
+from confpred.pytorch.run.norms import (
+    _BACKWARD,
+    _FROZEN,
+    _NORM,
+    _NORM_BACKWARD,
+    NormCall,
+    problem_of,
+)
 
 aten = torch.ops.aten
 #: Activations by their operator, with its arguments behind the tensor.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
-from confpred.pytorch.choosing import warn_once
-from confpred.pytorch.graphs import Run
+from confpred.pytorch.run.choosing import warn_once
+from confpred.pytorch.run.graphs import Run
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
