@@ -21,8 +21,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
-from confpred.pytorch.rewrite.fusing import Site
 from confpred.pytorch.rewrite.passes import is_view, val_of
+from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing
 
 aten = torch.ops.aten
@@ -295,7 +295,8 @@ def _row(group: Sequence[Site], device: Device) -> Row:
     pytorch_ms = None if choice is None else choice.pytorch_ms
     if pytorch_ms is None and site.problem is not None:
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
-    first = (names, site.direction, site.problem, site.fused)
+    problem: Any = site.problem
+    first = (names, site.direction, problem, site.fused)
     if choice is not None and site.is_ours:
         config, ms = dict(choice.config or {}), choice.predicted_ms
         return Row(*first, choice.provider, config, ms, pytorch_ms, choice.source)

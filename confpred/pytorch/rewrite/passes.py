@@ -27,9 +27,9 @@ _FUNCTIONAL = aten._batch_norm_with_update_functional.default
 _CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
-def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-    """Rewrite the graph of `gm` by each of `steps`. Where one fails, the graph is as it was before
-    all of them, and a warning says so: no optimization may fail the program."""
+def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
+    """Rewrite the graph of `gm` by each of `steps`. Where one fails, return False: the graph is as
+    it was before all of them, and a warning says so. No optimization may fail the program."""
     before = copy.deepcopy(gm.graph)
     for step in steps:
         try:
@@ -38,8 +38,9 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
             function = step.func if isinstance(step, partial) else step
             warn_of(error, function.__qualname__, "a graph runs as PyTorch made it")
             gm.graph = before
-            break
+            return False
     gm.recompile()
+    return True
 
 
 def warn_of(error: Exception, where: str, effect: str) -> None:

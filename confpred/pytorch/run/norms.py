@@ -23,6 +23,7 @@ from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
 from confpred.pytorch.run import loading
+from confpred.pytorch.run.activations import OPERATORS
 from confpred.pytorch.run.choosing import kept
 from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
 from confpred.pytorch.run.pointwise import activate
@@ -31,14 +32,6 @@ aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default
 _FROZEN = aten._native_batch_norm_legit_no_training.default
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
-#: Gradients of activations, with their arguments behind gradient and saved tensor.
-_BACKWARD: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "relu": (aten.threshold_backward.default, (0,)),
-    "silu": (aten.silu_backward.default, ()),
-    "gelu": (aten.gelu_backward.default, ()),
-    "hardswish": (aten.hardswish_backward.default, ()),
-    "relu6": (aten.hardtanh_backward.default, (0.0, 6.0)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +182,8 @@ def backward(
         scale = (torch.rsqrt(invstd + eps) if call.frozen else invstd) * one
         argument = x.float() * scale.view(sides) + (zero - mean * scale).view(sides)
         argument = (argument if residual is None else argument + residual).to(x.dtype)
-        gradient, more = _BACKWARD[call.activation]
-        grad = gradient(out_grad, argument, *more)
+        row = OPERATORS[call.activation]
+        grad = row.gradient(out_grad, argument, *row.gradient_arguments)
     mask = [True, weight is not None, bias is not None]
     running = (mean, invstd) if call.frozen else (None, None)
     each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not call.frozen, eps, mask)

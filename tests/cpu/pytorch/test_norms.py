@@ -17,7 +17,6 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
 from confpred.pytorch import backend
 from confpred.pytorch.rewrite import training
-from confpred.pytorch.run import norms
 
 FASTER = Candidate("batch_norm_two_pass", 0)
 #: Fused form of each: activation and whether a residual is in it.
@@ -143,7 +142,11 @@ def test_of_two_norms_that_are_added_one_has_the_sum(
     left: list[Any] = []
 
     def seen(graph: torch.fx.Graph) -> None:
-        left.extend(n for n in graph.nodes if n.target in (norms._NORM, norms._NORM_BACKWARD))
+        left.extend(
+            n
+            for n in graph.nodes
+            if n.target in (training.BATCH_NORM, training.BATCH_NORM_BACKWARD)
+        )
 
     monkeypatch.setattr(backend.passes, "batch_norms_as_eager", seen)
     block = NormBlock(AFTER["relu"])
