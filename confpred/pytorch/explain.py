@@ -190,15 +190,8 @@ class Recorder(Compiler):
         self._launches, self._other_s = [0, 0], [0.0, 0.0]
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
+        self._count(graph, 0)  # it is asked for before a graph is rewritten
         return lambda problems: choosing.choose_many(problems, self._device)
-
-    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        self._count(gm.graph, 0)
-        return super().inference(gm, inputs)
-
-    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        self._count(joint.graph, 0)
-        return super().partition(joint, inputs, **options)
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)

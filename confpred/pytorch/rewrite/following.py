@@ -52,12 +52,6 @@ class Chain:
         """The node that is added, or None; another one once its own chain is replaced."""
         return None if self.sum is None else self.sum[0].args[self.sum[1]]
 
-    @property
-    def follows(self) -> tuple[str, ...]:
-        """Names of the operations that follow a convolution, or that begin with a norm."""
-        parts = {"norm": self.norm, "add": self.sum, self.activation: self.activation != "none"}
-        return tuple(name for name, part in parts.items() if part)
-
 
 Pattern = Callable[[Chain], Chain]
 

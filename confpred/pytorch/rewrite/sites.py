@@ -7,9 +7,9 @@ call, then replaced; what is not replaced runs as PyTorch runs it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import ANY, Wishes
+from confpred.pytorch.run.choosing import Wishes
 from confpred.pytorch.run.convolve import Call, Geometry, Hint, problem_of
 from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
@@ -42,7 +42,7 @@ class Site:
 
     name: str
     direction: str
-    problem: Record | None
+    problem: Record | None = None
     why: str | None = None
     choice: Choice | None = None
     fused: tuple[str, ...] = ()
@@ -53,30 +53,30 @@ class Site:
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
 
-class Match(Protocol):
-    """Nodes of a graph that one operator a direction may compute."""
+class Match(NamedTuple):
+    """Nodes of a graph that one operator a direction may compute.
 
-    @property
-    def sites(self) -> Sequence[Site]:
-        """What is chosen for."""
+    Attributes:
+        sites: what is chosen for.
+        replace: puts the operators in the place of the nodes, where the choices say so.
+    """
 
-    def replace(self, wishes: Wishes) -> None:
-        """Put the operators in the place of the nodes, where the choices say so; `wishes` are for
-        tensors of other sizes."""
+    sites: list[Site]
+    replace: Callable[[], None]
 
 
 def choose_and_replace(
-    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose, wishes: Wishes = ANY
+    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
 ) -> list[Site]:
     """Choose for all `matches` of `graph` in one call, replace them in place, and return their
-    sites; `wishes` are those of `choose`."""
+    sites."""
     sites = [site for match in matches for site in match.sites]
     asked = [(site, site.problem) for site in sites if site.problem is not None]
     choices = choose([problem for _, problem in asked]) if asked else ()
     for (site, _), choice in zip(asked, choices, strict=True):
         site.choice = choice
     for match in matches:
-        match.replace(wishes)
+        match.replace()
     graph.eliminate_dead_code()
     graph.lint()
     return sites
@@ -84,12 +84,12 @@ def choose_and_replace(
 
 def call_of(node: fx.Node, sites: Sequence[Site], wishes: Wishes, **fields: Any) -> str:
     """Return the arguments that are no tensors of the operator in the place of a convolution, or of
-    its backward."""
+    its backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
-    places = ("fprop",) if node.target is CONVOLUTION else ("dgrad", "wgrad")
-    both = tuple(hints.get(direction) for direction in places)
+    first = "fprop" if node.target is CONVOLUTION else "dgrad"
     geometry: Any = geometry_of(node)
-    return Call(geometry, hints=(*both, None)[:2], wishes=wishes, **fields).text()
+    both = hints.get(first), hints.get("wgrad")
+    return Call(geometry, hints=both, wishes=wishes, **fields).text()
 
 
 def _hint(site: Site) -> Hint | None:
@@ -104,13 +104,11 @@ def _hint(site: Site) -> Hint | None:
 def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
     """Return the site of a convolution, or of a direction of its backward, with its problem or why
     there is none; `fields` are further ones of the problem."""
-    at = _place_of_geometry(node)
-    image, filters = (val_of(n) for n in node.args[at - 3 : at - 1])
-    # The hint of an open size stands for it; a size that depends on values has none.
-    sizes = [s if isinstance(s, int) else s.node.hint for s in image.shape]
-    site, geometry = Site(name_of(node), direction, None), geometry_of(node)
-    filter_sizes = [s for s in filters.shape if isinstance(s, int)]
-    if node.args[at + 3]:
+    arguments = arguments_of(node)
+    image, filters = map(val_of, arguments[:2])
+    site, geometry = Site(name_of(node), direction), geometry_of(node)
+    sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
+    if arguments[6]:
         site.why = "transposed"
     elif geometry is None or len(filter_sizes) != filters.dim():
         site.why = "a filter or geometry of an open size"
@@ -130,21 +128,27 @@ def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
     return site
 
 
-def _place_of_geometry(node: fx.Node) -> int:
-    """Return the place of the stride among the arguments of a convolution or its backward."""
-    return 3 if node.target is CONVOLUTION else 4
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a convolution, which its backward has behind a gradient: image,
+    filter, bias, stride, padding, dilation, whether it is transposed, another padding, groups."""
+    return node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args
 
 
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
     them is of an open size, or they are not those of an image."""
-    given: Any = node.args
-    at = _place_of_geometry(node)
-    stride, padding, dilation = pairs = [tuple(v) for v in given[at : at + 3]]
-    numbers = [*stride, *padding, *dilation, given[at + 5]]
+    _, _, _, *pairs, _, _, groups = arguments_of(node)[:9]
+    stride, padding, dilation = pairs = [tuple(v) for v in pairs]
+    numbers = [*stride, *padding, *dilation, groups]
     if any(len(pair) != 2 for pair in pairs) or not all(type(n) is int for n in numbers):
         return None
-    return stride, padding, dilation, given[at + 5]
+    return stride, padding, dilation, groups
+
+
+def sizes_of(image: Tensor) -> list[Any]:
+    """Return the sizes of a fake tensor. The hint of an open size stands for it; a size that
+    depends on values has None."""
+    return [s if isinstance(s, int) else s.node.hint for s in image.shape]
 
 
 def is_image(node: Any) -> bool:

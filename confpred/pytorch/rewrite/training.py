@@ -10,8 +10,6 @@ Both directions of a norm are replaced together, where that is predicted to save
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +18,7 @@ from torch import Tensor, fx
 
 from confpred.predict.choice import Choice
 from confpred.pytorch.rewrite import following, sites
-from confpred.pytorch.rewrite.following import FIXED_NORM, Chain
-from confpred.pytorch.rewrite.passes import put_in_place, val_of
-from confpred.pytorch.rewrite.sites import CONVOLUTION, CONVOLUTION_BACKWARD, Site
+from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run.choosing import ANY, Wishes
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -37,46 +33,42 @@ BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 def serve_convolutions(
     graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY
-) -> list[Site]:
+) -> list[sites.Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes."""
     matches = []
     for node in graph.nodes:
-        if node.target is CONVOLUTION and sites.is_image(node.args[0]):
-            has_bias = node.args[2] is not None
-            matches.append(_Convolution(node, [sites.site_of(node, "fprop", bias=has_bias)]))
-        elif node.target is CONVOLUTION_BACKWARD and sites.is_image(node.args[1]):
-            groups, mask = node.args[9:11]
-            bias = mask[2] and isinstance(groups, int) and sums_bias(groups)
-            fields = {"bias": bias, "deterministic": is_deterministic()}
-            halves = [sites.site_of(node, "dgrad")] if mask[0] else []
-            halves += [sites.site_of(node, "wgrad", **fields)] if mask[1] else []
-            matches.append(_Convolution(node, halves))
-    return sites.choose_and_replace(graph, matches, choose, wishes)
-
-
-@dataclass(slots=True)
-class _Convolution:
-    """A convolution, or its backward with the sites of both halves."""
-
-    node: fx.Node
-    sites: list[Site]
-
-    def replace(self, wishes: Wishes) -> None:
-        node = self.node
-        if not any(site.is_ours for site in self.sites):
-            return
-        if node.target is CONVOLUTION:
-            x, weight, bias = node.args[:3]
-            given = (x, weight, None, bias, None, sites.call_of(node, self.sites, wishes))
-            put_in_place(node, confpred.conv2d.default, given)
+        if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
+            continue
+        image, _, bias, *_, groups = sites.arguments_of(node)[:9]
+        if not sites.is_image(image):
+            continue
+        if node.target is sites.CONVOLUTION:
+            own = [sites.site_of(node, "fprop", bias=bias is not None)]
         else:
             mask: Any = node.args[10]
-            text = sites.call_of(node, self.sites, wishes, mask=tuple(mask))
-            put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], text))
+            sums = mask[2] and isinstance(groups, int) and sums_bias(groups)
+            fields = {"bias": sums, "deterministic": is_deterministic()}
+            own = [sites.site_of(node, "dgrad")] * mask[0]
+            own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
+        matches.append(sites.Match(own, partial(_replace_convolution, node, own, wishes)))
+    return sites.choose_and_replace(graph, matches, choose)
 
 
-def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[Site]:
+def _replace_convolution(node: fx.Node, own: list[sites.Site], wishes: Wishes) -> None:
+    if not any(site.is_ours for site in own):
+        return
+    if node.target is sites.CONVOLUTION:
+        x, weight, bias = node.args[:3]
+        given = (x, weight, None, bias, None, sites.call_of(node, own, wishes))
+        put_in_place(node, confpred.conv2d.default, given)
+    else:
+        mask: Any = node.args[10]
+        call = sites.call_of(node, own, wishes, mask=tuple(mask))
+        put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call))
+
+
+def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
     """Let confpred compute the batch norms of a joint graph, in place, where both directions
     together are predicted to be faster than PyTorch's operators; return both of each."""
     claimed: set[fx.Node] = set()
@@ -86,36 +78,34 @@ def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[Site]:
         chain = _norm(node, claimed)
         if chain is not None:
             claimed.update(chain.nodes)
-            match = _Norm(chain, node, numbers)
-            matches += [match] if all(site.problem for site in match.sites) else []
+            both = [_site(chain, direction) for direction in ("forward", "backward")]
+            if all(site.problem for site in both):
+                replace = partial(_replace_norm, chain, node, both, numbers)
+                matches.append(sites.Match(both, replace))
     return sites.choose_and_replace(graph, matches, choose)
 
 
-def _norm(backward: fx.Node, claimed: set[fx.Node]) -> Chain | None:
+def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:
     """Return the chain of the norm whose gradient `backward` is; None if kernels cannot compute
     both."""
-    grad, x, weight, _, _, mean, _, training, _, mask = backward.args
+    given: Any = backward.args
+    grad, x, weight, _, _, mean, _, training, _, mask = given
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
-    if norm is None or norm.target not in (BATCH_NORM, FIXED_NORM):
+    if norm is None or norm.target not in (BATCH_NORM, following.FIXED_NORM):
         return None
-    frozen = norm.target is FIXED_NORM
-    if bool(training) is frozen or not (frozen or norm.args[5]):
-        return None
-    if norm.args[0] is not x or norm.args[1] is not weight or not isinstance(grad, fx.Node):
-        return None
+    frozen = norm.target is following.FIXED_NORM
     bias, statistics = norm.args[2], norm.args[3:5]
-    vectors = [t for t in (weight, bias, *statistics) if t is not None]
-    if (weight is None) != (bias is None) or not all(isinstance(t, fx.Node) for t in vectors):
-        return None
-    if any(val_of(t).dtype is not torch.float32 for t in vectors) or None in statistics:
-        return None
-    wanted: Any = mask
+    vectors = [*statistics, *(t for t in (weight, bias) if t is not None)]
     items = {item.args[1]: item for item in norm.users}
-    if not wanted[0] or 0 not in items or len(items) != len(norm.users):
+    if (
+        bool(training) is frozen or not (frozen or norm.args[5]) or not mask[0]
+        or norm.args[0] is not x or norm.args[1] is not weight or (weight is None) != (bias is None)
+        or not all(isinstance(t, fx.Node) for t in (grad, *vectors))
+        or any(val_of(t).dtype is not torch.float32 for t in vectors)
+        or 0 not in items or len(items) != len(norm.users) or not _fits(val_of(x), items[0])
+    ):  # fmt: skip
         return None
-    if not _fits(val_of(x), items[0]):
-        return None
-    plain = Chain((norm, items[0]), norm)
+    plain = following.Chain((norm, items[0]), norm)
     whole = following.follow(plain, (_sum_after, partial(_activation_after, backward)), claimed)
     return plain if _place(whole) is None else whole
 
@@ -129,7 +119,7 @@ def _fits(x: Any, out: fx.Node) -> bool:
     )  # fmt: skip
 
 
-def _sum_after(chain: Chain) -> Chain:
+def _sum_after(chain: following.Chain) -> following.Chain:
     """Take a sum as kernels read it in both directions."""
     longer = following.sum_after(chain)
     other = longer.residual
@@ -139,7 +129,7 @@ def _sum_after(chain: Chain) -> Chain:
     return chain if other.op == "placeholder" and len(other.users) == 1 else longer
 
 
-def _activation_after(backward: fx.Node, chain: Chain) -> Chain:
+def _activation_after(backward: fx.Node, chain: following.Chain) -> following.Chain:
     """Take an activation whose gradient the norm's `backward` alone reads, and the residual's."""
     grad: Any = backward.args[0]
     if chain.sum is None and grad.users.keys() != {backward}:
@@ -147,7 +137,7 @@ def _activation_after(backward: fx.Node, chain: Chain) -> Chain:
     return following.activation_after(chain, grad)
 
 
-def _place(chain: Chain) -> fx.Node | None:
+def _place(chain: following.Chain) -> fx.Node | None:
     """Return the node before which the operator of a norm's `chain` is to stand: the first one that
     needs a statistic, the last of the chain at the latest. None where an input is not there by
     then."""
@@ -158,92 +148,74 @@ def _place(chain: Chain) -> fx.Node | None:
     return first if max(inputs) < first else None
 
 
-class _Norm:
-    """A batch norm with what follows it, and its gradient.
+def _site(chain: following.Chain, direction: str) -> sites.Site:
+    """Return the site of a direction of a norm with what follows it."""
+    norm: Any = chain.norm
+    x = val_of(norm.args[0])
+    problem = problem_of(
+        sites.sizes_of(x), x.dtype, direction, chain.activation, residual=chain.sum is not None,
+        affine=norm.args[1] is not None, frozen=norm.target is following.FIXED_NORM,
+    )  # fmt: skip
+    return sites.Site(sites.name_of(norm), direction, problem)
 
-    Attributes:
-        chain: the nodes of the forward.
-        backward: the node of the norm's gradient.
-        inner: the first node of the gradient: the activation's, or `backward`.
-        numbers: the tensors of numbers that the graph has made so far.
-        sites: of both directions.
-    """
 
-    def __init__(self, chain: Chain, backward: fx.Node, numbers: dict[Any, fx.Node]) -> None:
-        self.chain, self.backward, self.numbers = chain, backward, numbers
-        self.inner = backward if chain.gradient is None else chain.gradient
-        norm: Any = chain.norm
-        x = val_of(norm.args[0])
-        fields = {
-            "residual": chain.sum is not None,
-            "affine": norm.args[1] is not None,
-            "frozen": norm.target is FIXED_NORM,
-        }
-        sizes = [s if isinstance(s, int) else s.node.hint for s in x.shape]
-        self.sites = [
-            Site(sites.name_of(norm), direction,
-                 problem_of(sizes, x.dtype, direction, chain.activation, **fields))
-            for direction in ("forward", "backward")
-        ]  # fmt: skip
+def _replace_norm(
+    chain: following.Chain, backward: fx.Node, both: list[sites.Site], made: dict[Any, fx.Node]
+) -> None:
+    """Put an operator a direction in the place of a norm with what follows it; `made` are the
+    tensors of numbers that the graph has."""
+    choices = [site.choice for site in both if site.choice is not None]
+    if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
+        return
+    norm: Any = chain.norm
+    graph, frozen = norm.graph, norm.target is following.FIXED_NORM
+    x, weight, bias, mean, variance, *_, momentum, eps = norm.args
+    text = _text(chain, *choices)
+    empty, residual = val_of(mean).new_empty(0), chain.residual
+    held = (eps,) if frozen else (eps, momentum)
+    numbers = [_number(value, empty, graph, made) for value in held]
+    with graph.inserting_before(_place(chain)):
+        given = (x, weight, bias, residual, mean, variance, numbers, momentum, eps, text)
+        new = graph.call_function(confpred.batch_norm.default, given)
+    values = [val_of(chain.last), *([empty] * 4 if frozen else val_of(norm)[1:])]
+    new.meta = norm.meta | {"val": values}
+    results = [result_of(new, place) for place in range(5)]
+    for item in list(norm.users):
+        place: Any = item.args[1]
+        if place:
+            item.replace_all_uses_with(results[place])
+    chain.last.replace_all_uses_with(results[0])
+    # The first node of the gradient. Without an activation, the residual's is that of the output.
+    inner, residual = (backward, None) if chain.gradient is None else (chain.gradient, residual)
+    with graph.inserting_before(inner):
+        statistics, again = ((mean, variance), numbers) if frozen else (results[1:3], [])
+        given = (inner.args[0], x, weight, bias, residual, *statistics, again, eps, text)
+        put = graph.call_function(confpred.batch_norm_backward.default, given)
+    of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
+    values = [torch.empty_like(val_of(x)), *of_vectors, val_of(backward.args[0])]
+    put.meta = backward.meta | {"val": values}
+    backward.replace_all_uses_with(put)
+    if residual is not None:
+        inner.replace_all_uses_with(result_of(put, 3), lambda user: user is not backward)
 
-    def replace(self, wishes: Wishes) -> None:
-        choices = [site.choice for site in self.sites if site.choice is not None]
-        if len(choices) == len(self.sites) and _gain_ms(*choices) > 0.0:
-            self._replace_both(*choices)
 
-    def _replace_both(self, ahead: Choice, back: Choice) -> None:
-        norm: Any = self.chain.norm
-        frozen = norm.target is FIXED_NORM
-        x, weight, bias, mean, variance, *_, momentum, eps = norm.args
-        image = tuple(ahead.problem.to_json()[name] for name in "nchw")
-        call = NormCall(self.chain.activation, frozen, image, ahead.candidate, back.candidate)
-        graph, text = norm.graph, call.text()
-        empty = val_of(mean).new_empty(0)
-        values = [val_of(self.chain.last), *([empty] * 4 if frozen else val_of(norm)[1:])]
-        held = (eps,) if frozen else (eps, momentum)
-        numbers = [self._number(value, empty) for value in held]
-        with graph.inserting_before(_place(self.chain)):
-            residual = self.chain.residual
-            given = (x, weight, bias, residual, mean, variance, numbers, momentum, eps, text)
-            new = graph.call_function(confpred.batch_norm.default, given)
-            new.meta = norm.meta | {"val": values}
-            results = [graph.call_function(operator.getitem, (new, i)) for i in range(5)]
-        for result, each in zip(results, values, strict=True):
-            result.meta = norm.meta | {"val": each}
-        self.chain.last.replace_all_uses_with(results[0])
-        for item in list(norm.users):
-            place: Any = item.args[1]
-            if place:
-                item.replace_all_uses_with(results[place])
-        # Without an activation, the gradient of the residual is that of the output.
-        residual = residual if self.chain.gradient is not None else None
-        with graph.inserting_before(self.inner):
-            statistics = (mean, variance) if frozen else results[1:3]
-            again = numbers if frozen else []
-            grads = (self.inner.args[0], x, weight, bias, residual, *statistics, again, eps, text)
-            put = graph.call_function(confpred.batch_norm_backward.default, grads)
-        of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
-        made = [torch.empty_like(val_of(x)), *of_vectors, val_of(self.backward.args[0])]
-        put.meta = self.backward.meta | {"val": made}
-        self.backward.replace_all_uses_with(put)
-        if residual is not None:
-            with graph.inserting_after(put):
-                grad = graph.call_function(operator.getitem, (put, 3))
-            grad.meta = dict(self.inner.meta)
-            self.inner.replace_all_uses_with(grad, lambda user: user is not self.backward)
+def _text(chain: following.Chain, ahead: Choice, back: Choice) -> str:
+    """Return the arguments of both operators that are no tensors."""
+    image = tuple(ahead.problem.to_json()[name] for name in "nchw")
+    frozen = chain.norm is not None and chain.norm.target is following.FIXED_NORM
+    return NormCall(chain.activation, frozen, image, ahead.candidate, back.candidate).text()
 
-    def _number(self, value: Any, like: Tensor) -> fx.Node:
-        """Return the node of a tensor that holds `value` and is `like` another, one for all norms
-        of a graph."""
-        made, graph = self.numbers, self.backward.graph
-        key = value, like.dtype, like.device
-        if key not in made:
-            known = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(known):
-                kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-                made[key] = graph.call_function(aten.full.default, ([1], value), kind)
-            made[key].meta["val"] = like.new_empty(1)
-        return made[key]
+
+def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
+    """Return the node of a tensor that holds `value` and is `like` another, one for all norms."""
+    key = value, like.dtype, like.device
+    if key not in made:
+        known = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(known):
+            kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+            made[key] = graph.call_function(aten.full.default, ([1], value), kind)
+        made[key].meta["val"] = like.new_empty(1)
+    return made[key]
 
 
 def _gain_ms(*choices: Choice) -> float:

@@ -142,11 +142,8 @@ def test_of_two_norms_that_are_added_one_has_the_sum(
     left: list[Any] = []
 
     def seen(graph: torch.fx.Graph) -> None:
-        left.extend(
-            n
-            for n in graph.nodes
-            if n.target in (training.BATCH_NORM, training.BATCH_NORM_BACKWARD)
-        )
+        targets = (training.BATCH_NORM, training.BATCH_NORM_BACKWARD)
+        left.extend(node for node in graph.nodes if node.target in targets)
 
     monkeypatch.setattr(backend.passes, "batch_norms_as_eager", seen)
     block = NormBlock(AFTER["relu"])
