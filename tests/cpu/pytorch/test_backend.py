@@ -147,6 +147,20 @@ def test_a_pass_that_fails_fails_no_program(
     assert len(said) == len(set(said))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_is_rewritten_in_one_go(captured, monkeypatch, training: bool) -> None:
+    """Each attempt copies a graph: one in inference, else the joint graph and its two parts."""
+    attempts, attempt = [], backend.passes.attempt
+    monkeypatch.setattr(
+        backend.passes, "attempt", lambda *given: attempts.append(1) or attempt(*given)
+    )
+    with torch.set_grad_enabled(training):
+        out = torch.compile(made(BLOCKS["functional"]()), backend="confpred")(images())
+    if training:
+        out.square().mean().backward()
+    assert len(attempts) == (3 if training else 1)
+
+
 @pytest.mark.passes_fail
 def test_a_network_that_cannot_be_captured_runs_as_it_is(captured, caplog, monkeypatch) -> None:
     def refuse(*_: Any) -> None:
