@@ -1,1 +1,1 @@
-"""What rewrites captured graphs: layouts, passes, and which operators become confpred's."""
+"""From captured graphs to graphs: layouts, passes, and which operators become confpred's."""

@@ -1,4 +1,4 @@
-"""What may follow an operation and be computed with it: the matcher of every graph.
+"""Patterns of what may follow an operation and be computed with it: the matcher of every graph.
 
     convolution or norm -> [batch norm] -> [+ residual] -> [activation]
 

@@ -1,4 +1,4 @@
-"""What a graph computes that confpred can: a problem a layer and direction, and its choice.
+"""Layers of a graph that confpred can compute: a problem a direction, its choice, its replacement.
 
 A *match* is what one operator may replace. Those of a graph are found first, then chosen for in one
 call, then replaced; what is not replaced runs as PyTorch runs it.

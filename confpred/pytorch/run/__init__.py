@@ -1,4 +1,4 @@
-"""What runs: the operators that rewritten graphs and eager programs call, and CUDA graphs.
+"""Operators that rewritten graphs and eager programs call, and CUDA graphs.
 
 calls       operators -> convolve, norms, pointwise, fold, library
 launches    choosing, verify -> loading
