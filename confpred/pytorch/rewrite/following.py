@@ -56,7 +56,7 @@ class Chain:
 Pattern = Callable[[Chain], Chain]
 
 
-def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node] = ()) -> Chain:
+def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
     """Return `chain` with what follows it, without the nodes that another one has `claimed`."""
     for pattern in patterns:
         longer = pattern(chain)

@@ -21,7 +21,6 @@ from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
-from confpred.pytorch.run.choosing import ANY, Wishes
 from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
 aten = torch.ops.aten
@@ -32,7 +31,7 @@ _PATTERNS = (following.norm_after, following.sum_after, following.activation_aft
 
 
 def fuse(
-    graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY, inputs: Sequence[Any] = ()
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any]
 ) -> list[sites.Site]:
     """Rewrite a graph of inference in place, and return its convolutions and norms in order;
     `wishes` are those of `choose`, for tensors of other sizes; `inputs` are the graph's, or none
@@ -100,7 +99,7 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
 
 
-def _replace(chain: following.Chain, site: sites.Site, wishes: Wishes) -> None:
+def _replace(chain: following.Chain, site: sites.Site, wishes: choosing.Wishes) -> None:
     """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:

@@ -18,7 +18,6 @@ from confpred.predict.choice import Choice
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import Wishes
 from confpred.pytorch.run.convolve import Call, Geometry, Hint, problem_of
 from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
@@ -82,14 +81,15 @@ def choose_and_replace(
     return sites
 
 
-def call_of(node: fx.Node, sites: Sequence[Site], wishes: Wishes, **fields: Any) -> str:
+def call_of(node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, **fields: Any) -> str:
     """Return the arguments that are no tensors of the operator in the place of a convolution, or of
     its backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
-    first = "fprop" if node.target is CONVOLUTION else "dgrad"
     geometry: Any = geometry_of(node)
-    both = hints.get(first), hints.get("wgrad")
-    return Call(geometry, hints=both, wishes=wishes, **fields).text()
+    if node.target is CONVOLUTION:
+        return Call(geometry, hints=(hints["fprop"], None), wishes=wishes, **fields).text()
+    both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
+    return Call(geometry, hints=both, wishes=wishes, mask=mask).text()
 
 
 def _hint(site: Site) -> Hint | None:

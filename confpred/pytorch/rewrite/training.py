@@ -20,7 +20,6 @@ from confpred.predict.choice import Choice
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
-from confpred.pytorch.run.choosing import ANY, Wishes
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
 from confpred.pytorch.run.loading import DTYPES, is_channels_last
 from confpred.pytorch.run.norms import NormCall, problem_of
@@ -32,7 +31,7 @@ BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
 def serve_convolutions(
-    graph: fx.Graph, choose: choosing.Choose, wishes: Wishes = ANY
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes
 ) -> list[sites.Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes."""
@@ -55,16 +54,14 @@ def serve_convolutions(
     return sites.choose_and_replace(graph, matches, choose)
 
 
-def _replace_convolution(node: fx.Node, own: list[sites.Site], wishes: Wishes) -> None:
+def _replace_convolution(node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes) -> None:
     if not any(site.is_ours for site in own):
         return
+    call = sites.call_of(node, own, wishes)
     if node.target is sites.CONVOLUTION:
         x, weight, bias = node.args[:3]
-        given = (x, weight, None, bias, None, sites.call_of(node, own, wishes))
-        put_in_place(node, confpred.conv2d.default, given)
+        put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call))
     else:
-        mask: Any = node.args[10]
-        call = sites.call_of(node, own, wishes, mask=tuple(mask))
         put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call))
 
 
@@ -102,21 +99,15 @@ def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:
         or norm.args[0] is not x or norm.args[1] is not weight or (weight is None) != (bias is None)
         or not all(isinstance(t, fx.Node) for t in (grad, *vectors))
         or any(val_of(t).dtype is not torch.float32 for t in vectors)
-        or 0 not in items or len(items) != len(norm.users) or not _fits(val_of(x), items[0])
+        or 0 not in items or len(items) != len(norm.users)
     ):  # fmt: skip
+        return None
+    images = val_of(x), val_of(items[0])  # that kernels read and write
+    if images[0].dtype not in DTYPES or not all(map(is_channels_last, images)):
         return None
     plain = following.Chain((norm, items[0]), norm)
     whole = following.follow(plain, (_sum_after, partial(_activation_after, backward)), claimed)
     return plain if _place(whole) is None else whole
-
-
-def _fits(x: Any, out: fx.Node) -> bool:
-    """Return whether the kernels can read images such as `x`, and write such as `out`."""
-    made = val_of(out)
-    return bool(
-        isinstance(x, Tensor) and x.dtype in DTYPES and is_channels_last(x)
-        and made.dtype is x.dtype and is_channels_last(made)
-    )  # fmt: skip
 
 
 def _sum_after(chain: following.Chain) -> following.Chain:
@@ -170,7 +161,9 @@ def _replace_norm(
     norm: Any = chain.norm
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM
     x, weight, bias, mean, variance, *_, momentum, eps = norm.args
-    text = _text(chain, *choices)
+    ahead, back = (choice.candidate for choice in choices)
+    image = tuple(choices[0].problem.to_json()[name] for name in "nchw")
+    text = NormCall(chain.activation, frozen, image, ahead, back).text()
     empty, residual = val_of(mean).new_empty(0), chain.residual
     held = (eps,) if frozen else (eps, momentum)
     numbers = [_number(value, empty, graph, made) for value in held]
@@ -197,13 +190,6 @@ def _replace_norm(
     backward.replace_all_uses_with(put)
     if residual is not None:
         inner.replace_all_uses_with(result_of(put, 3), lambda user: user is not backward)
-
-
-def _text(chain: following.Chain, ahead: Choice, back: Choice) -> str:
-    """Return the arguments of both operators that are no tensors."""
-    image = tuple(ahead.problem.to_json()[name] for name in "nchw")
-    frozen = chain.norm is not None and chain.norm.target is following.FIXED_NORM
-    return NormCall(chain.activation, frozen, image, ahead.candidate, back.candidate).text()
 
 
 def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
