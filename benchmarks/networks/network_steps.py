@@ -85,7 +85,7 @@ def left_out(name: str) -> AbstractContextManager[Any]:
     if name not in PARTS:
         return nullcontext()
     module, function = PARTS[name]
-    return patch(f"confpred.pytorch.{module}.{function}", lambda *given: 0)
+    return patch(f"confpred.pytorch.{module}.{function}", lambda *given, **named: 0)
 
 
 def answer(model: nn.Module, step: Step, setting: Setting) -> Tensor:
