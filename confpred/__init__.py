@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
-    from confpred.pytorch.choosing import use_plan as use_plan
-    from confpred.pytorch.choosing import use_predictor as use_predictor
     from confpred.pytorch.eager import conv2d as conv2d
     from confpred.pytorch.eager import disable as disable
     from confpred.pytorch.eager import enable as enable
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     from confpred.pytorch.network import revert as revert
     from confpred.pytorch.plan import prepare as prepare
     from confpred.pytorch.plan import record_plan as record_plan
+    from confpred.pytorch.run.choosing import use_plan as use_plan
+    from confpred.pytorch.run.choosing import use_predictor as use_predictor
 
 _WHERE = {
     "Choice": "confpred.predict.choice",
@@ -53,8 +53,8 @@ _WHERE = {
     "prepare": "confpred.pytorch.plan",
     "record_plan": "confpred.pytorch.plan",
     "revert": "confpred.pytorch.network",
-    "use_plan": "confpred.pytorch.choosing",
-    "use_predictor": "confpred.pytorch.choosing",
+    "use_plan": "confpred.pytorch.run.choosing",
+    "use_predictor": "confpred.pytorch.run.choosing",
 }
 __all__ = ["__version__", *_WHERE]
 

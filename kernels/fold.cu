@@ -13,7 +13,7 @@
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-// As confpred/pytorch/fold.py lays it out. A dtype is one of DTYPE_...; `types` has four bits for each.
+// As confpred/pytorch/run/fold.py lays it out. A dtype is one of DTYPE_...; `types` has four bits for each.
 struct Layer {
     const void *gamma, *beta, *mean, *variance, *bias, *filter;
     void *first, *second;  // scale and shift, or filter and bias

@@ -120,7 +120,7 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
     """Milliseconds of a stack by each config, and by PyTorch's convolution."""
     import torch
 
-    from confpred.pytorch.loading import ready_launch
+    from confpred.pytorch.run.loading import ready_launch
 
     problem = problem_of(case, dtype)
 

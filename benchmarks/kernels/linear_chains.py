@@ -82,7 +82,7 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     from confpred.problem.linear_chain import LINEAR_CHAIN
     from confpred.problem.precision import matmul_tf32
     from confpred.pytorch.linear_chain import operands as chain_operands
-    from confpred.pytorch.loading import ready_launch
+    from confpred.pytorch.run.loading import ready_launch
 
     torch.manual_seed(0)
     (tensors,) = operands(LINEAR_CHAIN, problem, 1)

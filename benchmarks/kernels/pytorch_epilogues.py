@@ -81,8 +81,8 @@ def operands(p: Problem) -> dict[str, Tensor | None]:
 
 def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """Return the ways that can compute a problem."""
-    from confpred.pytorch.library import of_pixels
-    from confpred.pytorch.pointwise import activate, apply_epilogue
+    from confpred.pytorch.run.library import of_pixels
+    from confpred.pytorch.run.pointwise import activate, apply_epilogue
 
     x, weight, bias, residual = given.values()
     geometry = (p.stride, p.padding, p.dilation)

@@ -250,8 +250,8 @@ def compile_together(cases: list[Case]) -> None:
     import torch
 
     from confpred.cuda import driver
-    from confpred.pytorch import choosing, loading
-    from confpred.pytorch.convolve import problem_of, sums_bias
+    from confpred.pytorch.run import choosing, loading
+    from confpred.pytorch.run.convolve import problem_of, sums_bias
 
     problems = []
     for case in cases:
@@ -280,7 +280,7 @@ def checked(case: Case, device: str) -> dict[str, Any]:
     """Return who served `case`, and how far the worst of its results is from float64."""
     import torch
 
-    from confpred.pytorch.loading import aligned
+    from confpred.pytorch.run.loading import aligned
 
     served: list[bool] = []
     with listening(served):
@@ -306,7 +306,7 @@ def checked(case: Case, device: str) -> dict[str, Any]:
 @contextmanager
 def listening(served: list[bool]) -> Iterator[None]:
     """Note each launch that is looked up inside the block: whether it is a chosen one."""
-    from confpred.pytorch import convolve, loading
+    from confpred.pytorch.run import convolve, loading
 
     find = convolve._find
 
@@ -370,9 +370,9 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
     import torch.nn.functional as F
 
     import confpred
-    from confpred.pytorch import operators  # noqa: F401 - they are called below
-    from confpred.pytorch.convolve import Call
-    from confpred.pytorch.pointwise import activate
+    from confpred.pytorch.run import operators  # noqa: F401 - they are called below
+    from confpred.pytorch.run.convolve import Call
+    from confpred.pytorch.run.pointwise import activate
 
     x, weight, bias, residual, grad = given
     geometry, act = case.geometry, case.activation

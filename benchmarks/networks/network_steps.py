@@ -30,7 +30,7 @@ from benchmarks.networks.network_models import (
     step_of,
 )
 from benchmarks.networks.networks import PARTS
-from confpred.pytorch.graphs import memory_of_inference
+from confpred.pytorch.run.graphs import memory_of_inference
 
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm; networks with random weights magnify rounding, each by another factor.
@@ -85,7 +85,7 @@ def left_out(name: str) -> AbstractContextManager[Any]:
     if name not in PARTS:
         return nullcontext()
     module, function = PARTS[name]
-    return patch(f"confpred.pytorch.{module}.{function}", lambda *given: 0)
+    return patch(f"confpred.pytorch.{module}.{function}", lambda *given, **named: 0)
 
 
 def answer(model: nn.Module, step: Step, setting: Setting) -> Tensor:

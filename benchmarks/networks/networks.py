@@ -50,8 +50,8 @@ LEAST_S = 20  # less than this left of the budget, and no new process is started
 #: Ways that show what a part of `optimize` brings, a module and its function that they do without;
 #: measured where they are asked for.
 PARTS = {
-    "without convert": ("passes", "convert_together"),
-    "without norms": ("norms", "serve"),
+    "without convert": ("rewrite.passes", "convert_together"),
+    "without norms": ("rewrite.training", "serve_norms"),
 }
 KEY = ("network", "mode", "batch", "way")
 

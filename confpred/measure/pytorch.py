@@ -1,8 +1,8 @@
 """Timing PyTorch's own operator, under the protocol that times our kernels.
 
 Where something follows a convolution, the one kernel of ours that the library has follow PyTorch's
-operator (`confpred.pytorch.pointwise`) is timed with it: that is what a user gets where PyTorch's
-operator is the answer.
+operator (`confpred.pytorch.run.pointwise`) is timed with it: that is what a user gets where
+PyTorch's operator is the answer.
 """
 
 from __future__ import annotations

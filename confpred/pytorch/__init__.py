@@ -1,8 +1,7 @@
 """confpred inside PyTorch; importing this package imports PyTorch.
 
-networks    network -> backend -> layouts, fusing, passes -> graphs; explain, plan
-calls       eager, linear_chain, operators -> convolve, pointwise, fold, library
-launches    choosing, verify -> loading
+networks    network -> backend -> rewrite -> run; explain, plan
+calls       eager, linear_chain -> run
 """
 
 from __future__ import annotations

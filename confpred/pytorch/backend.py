@@ -28,11 +28,13 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, fusing, inductor, layouts, norms, passes, verify
-from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.graphs import Memory, graphed, memory_of_inference
-from confpred.pytorch.loading import compile_ahead
-from confpred.pytorch.passes import Step
+from confpred.pytorch.rewrite import fusing, inductor, layouts, passes, training
+from confpred.pytorch.rewrite.passes import Step
+from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.run import choosing, verify
+from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference
+from confpred.pytorch.run.loading import compile_ahead
 
 log = logging.getLogger("confpred")
 
@@ -129,7 +131,7 @@ class Compiler:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.inductor = options.inductor
-        self.sites: list[fusing.Site] = []
+        self.sites: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = Memory()
 
@@ -177,9 +179,9 @@ class Compiler:
         if choose is not None:
             fuse = partial(fusing.fuse, inputs=self._values)
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
-        passes.attempt(gm, steps)
         if self.inductor:
-            gm = self._decomposed(gm, inputs)
+            gm, steps = self._decomposed(gm, inputs, steps), []
+        self._attempt(gm, [*steps, passes.update_in_place])
         run = partial(self._run, inputs=inputs, kind="inference")
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static = known.static_input_indices
@@ -197,40 +199,52 @@ class Compiler:
         steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
         choose = self.chooser(joint.graph)
         if choose is not None:
-            steps += [layouts.to_channels_last, partial(self._replace, fusing.serve, choose)]
+            serve = partial(self._replace, training.serve_convolutions, choose)
+            steps += [layouts.to_channels_last, serve]
             if choosing.is_known(BATCH_NORM.name):
-                steps.append(partial(norms.serve, choose))
-        passes.attempt(joint, steps)
+                steps.append(partial(training.serve_norms, choose=choose))
         if self.inductor:
-            joint = self._decomposed(joint, inputs)
+            joint, steps = self._decomposed(joint, inputs, steps), []
         if self.inductor:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        passes.attempt(joint, [passes.batch_norms_as_eager, passes.describe_tensors])
+        self._attempt(joint, [*steps, passes.batch_norms_as_eager, passes.describe_tensors])
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
-        passes.attempt(gm, [passes.drop_copies])
         known: Any = torch._guards.TracingContext.get().fw_metadata
         static, visible = known.static_input_indices, known.num_forward_returns
         known.bw_donated_idxs = []
+        self._finish(gm, static)
         return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # of all other inputs
 
-        passes.attempt(gm, [passes.drop_copies])
+        self._finish(gm, ())
         return self._run(gm, range(count_tangents(gm)), inputs, "backward")
+
+    def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
+        """Rewrite a pass of a graph with gradients, after it was cut."""
+        convert = partial(passes.convert_together, parameters)
+        self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
+
+    def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
+        """Rewrite `gm` by `steps`, all or none; the sites are those of what is left."""
+        count = len(self.sites)
+        if not passes.attempt(gm, steps):
+            del self.sites[count:]
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
         self.sites += replace(graph, choose, self.options.wishes)
 
-    def _decomposed(self, gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-        """Return `gm` in the operators that Inductor lowers; as it is where that fails."""
+    def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
+        """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""
+        self._attempt(gm, steps)
         try:
             return inductor.decomposed(gm, inputs)
         except Exception as error:
@@ -245,11 +259,6 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
-        parameters = static if kind == "forward" else ()
-        steps: list[Step] = [passes.update_in_place]
-        if kind != "inference":
-            steps.insert(0, partial(passes.convert_together, parameters))
-        passes.attempt(gm, steps)
         ordinal = ordinal_of(gm.graph)
         mutated = passes.written_inputs(gm.graph)
         plain = boxed_nop(gm, [])

@@ -22,11 +22,11 @@ from torch.nn.modules.utils import _pair  # noqa: F401
 from confpred.concurrency import uninterrupted
 from confpred.errors import InvalidInput
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import choosing, convolve
-from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.convolve import Call, Geometry, Pair
-from confpred.pytorch.loading import CHANNELS_LAST
-from confpred.pytorch.pointwise import activate, activation_named
+from confpred.pytorch.run import choosing, convolve
+from confpred.pytorch.run.choosing import ANY, Wishes
+from confpred.pytorch.run.convolve import Call, Geometry, Pair
+from confpred.pytorch.run.loading import CHANNELS_LAST
+from confpred.pytorch.run.pointwise import activate, activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call

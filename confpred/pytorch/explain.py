@@ -19,11 +19,11 @@ from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.protocol import PYTORCH
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
-from confpred.pytorch import choosing
 from confpred.pytorch.backend import Compiler, Options
-from confpred.pytorch.fusing import Site
 from confpred.pytorch.network import as_arguments, own_frame
-from confpred.pytorch.passes import is_view, val_of
+from confpred.pytorch.rewrite.passes import is_view, val_of
+from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.run import choosing
 
 aten = torch.ops.aten
 #: A kernel that is bound by memory takes at least this long, and reaches this share of the
@@ -190,15 +190,8 @@ class Recorder(Compiler):
         self._launches, self._other_s = [0, 0], [0.0, 0.0]
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
+        self._count(graph, 0)  # it is asked for before a graph is rewritten
         return lambda problems: choosing.choose_many(problems, self._device)
-
-    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        self._count(gm.graph, 0)
-        return super().inference(gm, inputs)
-
-    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        self._count(joint.graph, 0)
-        return super().partition(joint, inputs, **options)
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -295,7 +288,8 @@ def _row(group: Sequence[Site], device: Device) -> Row:
     pytorch_ms = None if choice is None else choice.pytorch_ms
     if pytorch_ms is None and site.problem is not None:
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
-    first = (names, site.direction, site.problem, site.fused)
+    problem: Any = site.problem
+    first = (names, site.direction, problem, site.fused)
     if choice is not None and site.is_ours:
         config, ms = dict(choice.config or {}), choice.predicted_ms
         return Row(*first, choice.provider, config, ms, pytorch_ms, choice.source)

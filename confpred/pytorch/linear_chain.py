@@ -16,11 +16,11 @@ from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
-from confpred.pytorch import choosing
-from confpred.pytorch.choosing import Wishes
 from confpred.pytorch.eager import is_plain
-from confpred.pytorch.loading import DTYPES, ReadyLaunch, alike, load
-from confpred.pytorch.pointwise import activate, activation_named
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, load
+from confpred.pytorch.run.pointwise import activate, activation_named
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.pytorch.backend import Options, confpred
-from confpred.pytorch.passes import warn_of
+from confpred.pytorch.rewrite.passes import warn_of
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)

@@ -19,9 +19,9 @@ from confpred.predict.plan import Plan, plan_of, write_plan
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch import choosing, fold
 from confpred.pytorch.explain import capture
-from confpred.pytorch.pointwise import scale_shift_kernel
+from confpred.pytorch.run import choosing, fold
+from confpred.pytorch.run.pointwise import scale_shift_kernel
 
 
 @contextmanager

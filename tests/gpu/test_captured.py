@@ -27,15 +27,11 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch import (  # noqa: F401  torch.ops has the operators
-    choosing,
-    norms,
-    operators,
-    pointwise,
-)
-from confpred.pytorch import fold as folding
 from confpred.pytorch.backend import confpred as confpred_backend
-from confpred.pytorch.convolve import Call, Geometry
+from confpred.pytorch.rewrite import training
+from confpred.pytorch.run import choosing, operators, pointwise  # noqa: F401  torch.ops has the operators
+from confpred.pytorch.run import fold as folding
+from confpred.pytorch.run.convolve import Call, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Largest error as a part of the norm: one rounding to the dtype, and sums in float32 or TF32.
@@ -55,7 +51,7 @@ def ours() -> Iterator[OursFirst]:
 def norms_by_ours(ours: OursFirst, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of confpred serve every batch norm of training that they can, too."""
     monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
-    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)
+    monkeypatch.setattr(training, "_gain_ms", lambda *choices: 1.0)
 
 
 def poison() -> None:
@@ -438,7 +434,7 @@ def norms_are_as_good(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_replay_launches_no_kernel_from_python(name: str, monkeypatch) -> None:
     """Neither forward nor backward: all of it is one CUDA graph each."""
-    from confpred.pytorch import convolve
+    from confpred.pytorch.run import convolve
 
     model, calls = network(name, torch.float32).train(), []
     confpred.optimize(model)

@@ -18,7 +18,7 @@ from layers_on_gpu import ours_first
 from torch import Tensor, nn
 
 import confpred
-from confpred.pytorch.graphs import memory_of_inference
+from confpred.pytorch.run.graphs import memory_of_inference
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,10 @@ from hazards import HAZARDS, compare
 from hazards.base import failed_passes
 from layers_on_gpu import ours_first
 
-from confpred.pytorch import backend, choosing, norms
-from confpred.pytorch.graphs import Graphed
+from confpred.pytorch import backend
+from confpred.pytorch.rewrite import training
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.graphs import Graphed
 
 HOW: dict[str, dict[str, Any]] = {
     "graphs": {}, "no graphs": {"graphs": False}, "inductor": {"inductor": True},
@@ -28,7 +30,7 @@ def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return passes[-1]
 
     monkeypatch.setattr(backend, "graphed", graphed)
-    monkeypatch.setattr(norms, "_gain_ms", lambda *choices: 1.0)  # every norm that a kernel takes
+    monkeypatch.setattr(training, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
     with ours_first() as ours, failed_passes() as failures:
         monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
         compare(found, "cuda", **HOW[how])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from test_pointwise import DTYPES, LAST
 
 from confpred.problem.conv2d import Problem
-from confpred.pytorch.library import FusedOperator
+from confpred.pytorch.run.library import FusedOperator
 
 SHAPES = (
     {"n": 1, "c": 8, "h": 1, "w": 2, "k": 8, "r": 1, "s": 1},

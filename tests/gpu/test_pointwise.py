@@ -9,7 +9,7 @@ from launching import Guarded
 from references import ABSOLUTE, ROUNDING
 
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.pointwise import apply_epilogue, can_apply
+from confpred.pytorch.run.pointwise import apply_epilogue, can_apply
 
 LAST = torch.channels_last
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -136,7 +136,7 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
 
 
 def test_a_graph_may_meet_a_kernel_that_is_not_loaded(monkeypatch) -> None:
-    from confpred.pytorch import choosing, loading
+    from confpred.pytorch.run import choosing, loading
 
     loading.loaded.cache_clear()
     monkeypatch.setattr(choosing, "_kept", {})

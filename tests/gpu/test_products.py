@@ -25,9 +25,9 @@ from confpred.problem.device import Device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.precision import matmul_tf32
 from confpred.products import epilogue, im2col, ordinary_error, strassen
-from confpred.pytorch import choosing
 from confpred.pytorch.linear_chain import operands
-from confpred.pytorch.loading import ready_launch
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.loading import ready_launch
 
 CHAINS = {"epilogue": epilogue.FAMILY, "strassen": strassen.FAMILY}
 MOST = 8  # configs of a problem
@@ -276,7 +276,7 @@ def test_pytorchs_switch_decides_on_tf32(tf32: bool) -> None:
 PROGRAM = """
 import json, sys, torch
 import confpred
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 predictor = confpred.Predictor.load(plan=sys.argv[1])
 confpred.use_predictor(predictor, operation="linear_chain")
 torch.manual_seed(0)

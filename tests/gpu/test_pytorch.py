@@ -38,7 +38,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import Device
 from confpred.pytorch.backend import confpred as confpred_backend
-from confpred.pytorch.convolve import Call, Geometry
+from confpred.pytorch.run.convolve import Call, Geometry
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_a_pin_is_followed_and_said(layer, tmp_path, caplog, device) -> None:
     path = tmp_path / "pins.json"
     path.write_text(json.dumps({"format": "confpred-pins/1", "pins": [pin]}))
     confpred.use_predictor(Predictor({}, read_plan(path)))
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.run.choosing"):
         out = confpred.conv2d(x, weight, **SHAPE)
     assert choice.family in caplog.text
     assert "(pinned)" in caplog.text
@@ -231,7 +231,7 @@ def test_everything_else_goes_to_pytorch(layer, x_change, kwargs) -> None:
 def test_without_a_model_pytorch_serves(layer, caplog) -> None:
     confpred.use_predictor(Predictor({}))
     x, weight, bias = layer
-    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.choosing"):
+    with caplog.at_level(logging.DEBUG, logger="confpred.pytorch.run.choosing"):
         out = confpred.conv2d(x, weight, bias, **SHAPE)
     assert "falling back to PyTorch for" in caplog.text
     assert "no model for this device" in caplog.text

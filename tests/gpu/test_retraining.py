@@ -17,7 +17,7 @@ from confpred.data.suites import Suite, read_suite, write_suite
 from confpred.predict.predictor import Predictor
 from confpred.problem import device as devices
 from confpred.problem.device import Device
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 from confpred.retraining.offers import to_judge_by, to_learn_from
 
 PROGRAM = "from confpred.cli import main; main()"

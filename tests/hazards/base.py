@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import confpred
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 
 LAST = torch.channels_last
 Model = TypeVar("Model", bound=nn.Module)

@@ -136,7 +136,7 @@ for n in range(5):
 def test_one_variable_makes_the_library_ask(model_folder: Path, tmp_path: Path) -> None:
     program = f"""
 from confpred import Problem
-from confpred.pytorch.choosing import current_predictor
+from confpred.pytorch.run.choosing import current_predictor
 print(current_predictor().choose(Problem.parse("{LAYER}"), "h100"))
 """
     with running(tmp_path, "--model", str(model_folder)) as server:
@@ -163,7 +163,7 @@ def test_a_variable_of_no_use_is_told_and_holds_nobody_up(
 ) -> None:
     program += f"""
 from confpred import Problem
-from confpred.pytorch.choosing import current_predictor
+from confpred.pytorch.run.choosing import current_predictor
 print(current_predictor().choose(Problem.parse("{LAYER}"), "h100").source)
 """
     said, warned = run(program, CONFPRED_URL=url)

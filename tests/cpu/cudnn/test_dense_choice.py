@@ -22,7 +22,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Plan
-from confpred.pytorch import choosing, loading
+from confpred.pytorch.run import choosing, loading
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 

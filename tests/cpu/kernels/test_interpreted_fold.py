@@ -20,7 +20,7 @@ from references import ABSOLUTE, ROUNDING
 from torch import Tensor
 
 from confpred.problem.operation import Step
-from confpred.pytorch import fold as folding
+from confpred.pytorch.run import fold as folding
 
 _POINTERS = ("gamma", "beta", "mean", "variance", "bias", "filter", "first", "second")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -22,7 +22,7 @@ from torch import Tensor
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES
 from confpred.problem.operation import Launch
-from confpred.pytorch.pointwise import scale_shift_kernel
+from confpred.pytorch.run.pointwise import scale_shift_kernel
 
 #: N, P, Q, K: a whole number of vectors and not, fewer and more than the threads of a small device
 #: take at once, and numbers of channels whose steps take many blocks.

@@ -25,7 +25,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Launch
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 from confpred.service import Settings
 from confpred.service.app import create_app
 

@@ -28,7 +28,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 
 DEPTHWISE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 groups=64 padding=1")
 DENSE = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 bias=true activation=relu")
@@ -41,7 +41,7 @@ import torch
 from confpred.cuda import compiler, driver
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 
 def refuse(*_):
     sys.exit("the compiler is asked")

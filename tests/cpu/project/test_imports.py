@@ -106,6 +106,7 @@ def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
     [
         ("problem/conv2d", "import confpred.predict", "Imports point one way"),
         ("predict/predictor", "import confpred.service", "Imports point one way"),
+        ("pytorch/run/choosing", "import confpred.pytorch.rewrite", "What runs knows nothing"),
         ("service/late", "import confpred.training", "Only the keeper of the service trains"),
         ("retraining/late", "import confpred.service", "Imports point one way"),
         ("problem/record", "import confpred.problem.conv2d", "No circles inside a room"),

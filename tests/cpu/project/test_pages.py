@@ -20,7 +20,7 @@ from confpred.problem.conv2d import Problem
 from confpred.products import epilogue, im2col, strassen
 from confpred.pytorch.backend import Options
 from confpred.pytorch.eager import LEAST_MS
-from confpred.pytorch.graphs import MOST_GRAPHS
+from confpred.pytorch.run.graphs import MOST_GRAPHS
 
 DOCS = Path(__file__).parents[3] / "docs"
 #: The blocks of each page by their marks, all of which a test here runs.

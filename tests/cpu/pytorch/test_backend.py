@@ -104,8 +104,9 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 #: Passes that rewrite graphs: the module, the function and whether only Inductor's way has it.
 PASSES = [
     ("layouts", "to_channels_last", False), ("passes", "views_of_any_layout", False),
-    ("passes", "drop_copies", False), ("fusing", "fuse", False), ("fusing", "serve", False),
-    ("norms", "serve", False), ("passes", "batch_norms_as_eager", False),
+    ("passes", "drop_copies", False), ("fusing", "fuse", False),
+    ("training", "serve_convolutions", False), ("training", "serve_norms", False),
+    ("passes", "batch_norms_as_eager", False),
     ("passes", "convert_together", False), ("passes", "update_in_place", False),
     ("inductor", "decomposed", True), ("inductor", "compiled", True),
 ]  # fmt: skip
@@ -144,6 +145,20 @@ def test_a_pass_that_fails_fails_no_program(
     assert said
     assert all("failed: ValueError: a fault" in text for text in said)
     assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_is_rewritten_in_one_go(captured, monkeypatch, training: bool) -> None:
+    """Each attempt copies a graph: one in inference, else the joint graph and its two parts."""
+    attempts, attempt = [], backend.passes.attempt
+    monkeypatch.setattr(
+        backend.passes, "attempt", lambda *given: attempts.append(1) or attempt(*given)
+    )
+    with torch.set_grad_enabled(training):
+        out = torch.compile(made(BLOCKS["functional"]()), backend="confpred")(images())
+    if training:
+        out.square().mean().backward()
+    assert len(attempts) == (3 if training else 1)
 
 
 @pytest.mark.passes_fail

@@ -8,6 +8,24 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError
+from confpred.pytorch import backend
+
+
+@pytest.mark.passes_fail
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_that_is_undone_has_no_rows(monkeypatch, training: bool) -> None:
+    """PyTorch's operators run; a pass failed after confpred's were put in their place."""
+
+    def fail(graph: torch.fx.Graph) -> None:
+        raise ValueError("no such graph")
+
+    model = nn.Conv2d(8, 8, 3, groups=8)
+    assert confpred.explain(model, torch.rand(2, 8, 6, 6), training=training).rows
+    name = "describe_tensors" if training else "update_in_place"
+    monkeypatch.setattr(backend.passes, name, fail)
+    explanation = confpred.explain(model, torch.rand(2, 8, 6, 6), training=training)
+    assert explanation.rows == ()
+    assert explanation.step.launches_after
 
 
 @torch.library.custom_op("explaining::twice", mutates_args=())

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.problem.limits import Limits
-from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.convolve import Call, Hint
-from confpred.pytorch.fold import fold
+from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.convolve import Call, Hint
+from confpred.pytorch.run.fold import fold
 
 LAST = torch.channels_last
 GEOMETRY = ((2, 1), (1, 0), (1, 2), 2)

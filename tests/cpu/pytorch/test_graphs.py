@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from confpred.pytorch.graphs import SavedTensors
+from confpred.pytorch.run.graphs import SavedTensors
 
 
 class Saves(torch.autograd.Function):

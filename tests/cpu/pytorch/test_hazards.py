@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
 
 import confpred
-from confpred.pytorch import inductor
+from confpred.pytorch.rewrite import inductor
 
 
 @pytest.fixture(autouse=True)

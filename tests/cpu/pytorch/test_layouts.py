@@ -11,7 +11,7 @@ from network_blocks import BACKWARD, BLOCKS, CLONE, CONV, Around, images, made
 from torch import nn
 
 from confpred.pytorch.backend import confpred as backend
-from confpred.pytorch.loading import is_channels_last
+from confpred.pytorch.run.loading import is_channels_last
 
 HALF = torch.bfloat16
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.backend import confpred as backend
-from confpred.pytorch.library import FusedOperator, fuses, takes_pixels
+from confpred.pytorch.run.library import FusedOperator, fuses, takes_pixels
 
 PRODUCT = Problem(2, 16, 9, 9, 32, 1, 1, bias=True)
 RELU = Problem(2, 16, 9, 9, 32, 3, 3, padding=(1, 1), bias=True, activation="relu")

@@ -14,8 +14,8 @@ import confpred
 from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
-from confpred.pytorch import choosing
 from confpred.pytorch.linear_chain import problem_of
+from confpred.pytorch.run import choosing
 
 
 def layers(*widths: int) -> tuple[list[Tensor], list[Tensor]]:

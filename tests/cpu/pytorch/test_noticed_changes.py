@@ -12,7 +12,7 @@ from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import load_model
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 
 LAYER = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
 
@@ -32,7 +32,7 @@ def warnings(predictor: Predictor, driver: str, monkeypatch, caplog) -> list[str
     """Return the warnings of two choices under this driver."""
     monkeypatch.setattr(choosing.driver, "describe", lambda _: ("NVIDIA H100 80GB HBM3", driver))
     choosing.use_predictor(predictor)
-    with caplog.at_level(logging.WARNING, logger="confpred.pytorch.choosing"):
+    with caplog.at_level(logging.WARNING, logger="confpred.pytorch.run.choosing"):
         for n in (1, 2):
             choice = choosing.choose(replace(LAYER, n=n), 0)
             assert choice is not None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
-from confpred.pytorch import fusing, network
+from confpred.pytorch import network
+from confpred.pytorch.run import activations
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -105,7 +106,7 @@ def test_a_shallow_copy_is_not_optimized(captured) -> None:
 def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
     model, x = small(), image()
     expected = model(x)
-    monkeypatch.setitem(fusing._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(activations.NAMES, torch.ops.aten.relu.default, "silu")
     with pytest.raises(ConfpredError, match=r"Network is as it was: an output of norm \S+ is \S+"):
         confpred.optimize(model, x)
     assert not is_optimized(model)
@@ -113,7 +114,7 @@ def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
 
 
 def test_a_wrong_gradient_is_found(captured, monkeypatch) -> None:
-    from confpred.pytorch import convolve
+    from confpred.pytorch.run import convolve
 
     right = convolve.backward
 
@@ -241,7 +242,7 @@ def test_a_network_that_is_captured_whole_is_not_worth_a_word(captured, caplog) 
 
 @torch.no_grad()
 def test_what_changes_with_any_rounding_is_told(captured, caplog, monkeypatch) -> None:
-    monkeypatch.setitem(fusing._ACTIVATIONS, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(activations.NAMES, torch.ops.aten.relu.default, "silu")
     with caplog.at_level(logging.WARNING, logger="confpred"):
         confpred.optimize(conv_and_norm(lambda y: (F.relu(y) * 1e7).sin()).eval(), image())
     (said,) = warnings(caplog)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.pointwise import activate, apply_epilogue, can_apply, scale_shift
+from confpred.pytorch.run.pointwise import activate, apply_epilogue, can_apply, scale_shift
 
 LAYOUTS = [torch.channels_last, torch.contiguous_format]
 

@@ -16,8 +16,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.operation import Launch
 from confpred.products import epilogue
-from confpred.pytorch import loading
 from confpred.pytorch.linear_chain import operands
+from confpred.pytorch.run import loading
 
 LAST = torch.channels_last
 FIELDS: dict[str, Any] = {"padding": 1, "groups": 4}

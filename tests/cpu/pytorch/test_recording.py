@@ -14,7 +14,7 @@ from confpred.errors import InvalidInput, StorageError, UnknownDevice
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
-from confpred.pytorch import choosing
+from confpred.pytorch.run import choosing
 
 LAYER = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
 LAYERS = [replace(LAYER, n=n) for n in (1, 2, 3)]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from confpred.problem.norm import BatchNorm
 from confpred.problem.record import Record
-from confpred.pytorch import passes
 from confpred.pytorch.backend import confpred as backend
+from confpred.pytorch.rewrite import passes
 
 UPDATE, FUNCTIONAL = (
     "aten._batch_norm_with_update.default",

@@ -25,7 +25,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
 from confpred.products.run import Program, by_driver
-from confpred.pytorch.choosing import current_predictor, is_ours, kept, limits_for, warn_once
+from confpred.pytorch.run.choosing import current_predictor, is_ours, kept, limits_for, warn_once
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}

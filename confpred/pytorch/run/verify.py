@@ -21,10 +21,10 @@ from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.measure.pytorch import as_the_library_calls, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.pytorch import choosing
-from confpred.pytorch.choosing import Wishes
-from confpred.pytorch.library import FusedOperator
-from confpred.pytorch.loading import compile_ahead, load
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.library import FusedOperator
+from confpred.pytorch.run.loading import compile_ahead, load
 
 log = logging.getLogger(__name__)
 _ROUNDS = 5

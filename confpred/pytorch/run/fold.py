@@ -17,7 +17,7 @@ from torch import Tensor
 from confpred.cuda.driver import launch_with
 from confpred.errors import ConfpredError
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.loading import CHANNELS_LAST, in_context, loaded
+from confpred.pytorch.run.loading import CHANNELS_LAST, in_context, loaded
 
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.

@@ -21,11 +21,18 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch import choosing, library, loading
-from confpred.pytorch.choosing import ANY, Wishes, kept
-from confpred.pytorch.library import FusedOperator
-from confpred.pytorch.loading import DTYPES, ReadyLaunch, aligned, alike, dense, is_channels_last
-from confpred.pytorch.pointwise import activate, apply_epilogue
+from confpred.pytorch.run import choosing, library, loading
+from confpred.pytorch.run.choosing import ANY, Wishes, kept
+from confpred.pytorch.run.library import FusedOperator
+from confpred.pytorch.run.loading import (
+    DTYPES,
+    ReadyLaunch,
+    aligned,
+    alike,
+    dense,
+    is_channels_last,
+)
+from confpred.pytorch.run.pointwise import activate, apply_epilogue
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups

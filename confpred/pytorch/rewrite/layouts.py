@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from confpred.pytorch.library import HALF
-from confpred.pytorch.loading import CHANNELS_LAST
-from confpred.pytorch.passes import val_of
+from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run.library import HALF
+from confpred.pytorch.run.loading import CHANNELS_LAST
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.pytorch import convolve, norms, pointwise
-from confpred.pytorch import fold as folding
-from confpred.pytorch.convolve import Call
-from confpred.pytorch.loading import CHANNELS_LAST, dense
+from confpred.pytorch.run import convolve, norms, pointwise
+from confpred.pytorch.run import fold as folding
+from confpred.pytorch.run.convolve import Call
+from confpred.pytorch.run.loading import CHANNELS_LAST, dense
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 # Kernels read one layout: Inductor keeps the strides that the graph was captured with.

@@ -15,7 +15,7 @@ from torch import Tensor
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
-from confpred.pytorch.pointwise import apply_epilogue
+from confpred.pytorch.run.pointwise import apply_epilogue
 
 HALF = (torch.float16, torch.bfloat16)
 _VECTOR = 8  # channels in 16 bytes: with others cuBLAS is slower than a convolution and a pass

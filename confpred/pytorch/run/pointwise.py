@@ -18,8 +18,8 @@ from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, ep
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.choosing import kept
-from confpred.pytorch.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
+from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,9 +33,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree
 
 from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch.passes import Run, val_of
 
 log = logging.getLogger("confpred")
+Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
 #: Recordings of one pass: one for each set of open sizes and switches, and after moved parameters.
 MOST_GRAPHS = 8
 #: Marks the main thread, and the threads that autograd starts for its backward passes.
@@ -198,7 +198,7 @@ def why_not(gm: fx.GraphModule) -> str | None:
     """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
-    vals = _pytree.tree_leaves(list(map(val_of, gm.graph.nodes)))
+    vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     devices = {t.device for t in vals if isinstance(t, Tensor) and t.device.type != "meta"}
     others = sorted(str(device) for device in devices if device.type != "cuda")
     if not devices or others:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from confpred.pytorch.passes import Run, val_of
+from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run.graphs import Run
 
 
 def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -39,7 +40,7 @@ def compiled(
     visible: int | None, kind: str,
 ) -> Run:  # fmt: skip
     """Return `gm` compiled by Inductor; the arguments are those of
-    `confpred.pytorch.graphs.Graphed`.
+    `confpred.pytorch.run.graphs.Graphed`.
 
     PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
 

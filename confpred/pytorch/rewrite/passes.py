@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
-from confpred.pytorch.choosing import warn_once
+from confpred.pytorch.run.choosing import warn_once
+from confpred.pytorch.run.graphs import Run
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
-Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
 Step = Callable[[fx.Graph], Any]  # a pass, in place
 _FUNCTIONAL = aten._batch_norm_with_update_functional.default
 _CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
-def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-    """Rewrite the graph of `gm` by each of `steps`. Where one fails, the graph is as it was before
-    all of them, and a warning says so: no optimization may fail the program."""
+def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
+    """Rewrite the graph of `gm` by each of `steps`. Where one fails, return False: the graph is as
+    it was before all of them, and a warning says so. No optimization may fail the program."""
     before = copy.deepcopy(gm.graph)
     for step in steps:
         try:
@@ -38,8 +38,9 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> None:
             function = step.func if isinstance(step, partial) else step
             warn_of(error, function.__qualname__, "a graph runs as PyTorch made it")
             gm.graph = before
-            break
+            return False
     gm.recompile()
+    return True
 
 
 def warn_of(error: Exception, where: str, effect: str) -> None:
@@ -63,6 +64,14 @@ def put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return new
+
+
+def result_of(node: fx.Node, place: int) -> fx.Node:
+    """Return a new node, behind `node`, of one of its results."""
+    with node.graph.inserting_after(node):
+        item = node.graph.call_function(operator.getitem, (node, place))
+    item.meta = node.meta | {"val": val_of(node)[place]}
+    return item
 
 
 def is_view(node: fx.Node) -> bool:
@@ -171,10 +180,7 @@ def batch_norms_as_eager(graph: fx.Graph) -> None:
             values = list(node.meta["val"])
             empty = values[0].new_empty(0, dtype=torch.uint8)
             new.meta["val"] = [*values[:3], empty, *values[3:]]
-            # The results of the update are to stand behind the node that computes them.
-            with graph.inserting_after(new):
-                reserve = graph.call_function(operator.getitem, (new, 3))
-            reserve.meta = new.meta | {"val": empty}
+            reserve = result_of(new, 3)
             for item in [item for item in new.users if item is not reserve]:
                 place: Any = item.args[1]
                 if place == 1:
@@ -221,14 +227,15 @@ def update_in_place(graph: fx.Graph) -> None:
 
 def written_inputs(graph: fx.Graph) -> list[int]:
     """Return the places of inputs that a graph writes to."""
-    written = {x for node in graph.nodes if _writes(node) for x in written_by(node)}
+    written = {x for node in graph.nodes for x in written_by(node)}
     return [i for i, x in enumerate(graph.find_nodes(op="placeholder")) if x in written]
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory `node` writes to."""
     nodes: list[fx.Node] = []
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+    schema = getattr(node.target, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
         if argument.is_write:
             fx.map_arg(value, nodes.append)
     return nodes
@@ -266,10 +273,7 @@ def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
             made = graph.call_function(torch.ops.confpred.convert.default, arguments)
         made.meta["val"] = [val_of(node) for node in nodes]
         for index, node in enumerate(nodes):
-            with graph.inserting_after(made):
-                item = graph.call_function(operator.getitem, (made, index))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(item)
+            node.replace_all_uses_with(result_of(made, index))
             graph.erase_node(node)
 
 
@@ -312,10 +316,10 @@ def frozen(
     the results, and runs the rest, as `compile` returns it, with them at every call."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
-    changed = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}
+    changed = {n for node in graph.nodes if written_by(node) for n in node.all_input_nodes}
     fixed = {inputs[i] for i in static} - changed
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and not _writes(node):
+        if node.op == "call_function" and node.all_input_nodes and not written_by(node):
             random = any("nondeterministic" in str(tag) for tag in getattr(node.target, "tags", ()))
             if not random and all(n in fixed for n in node.all_input_nodes):
                 fixed.add(node)
@@ -366,8 +370,3 @@ def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
                 copy = graph.call_function(aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             output.replace_input_with(node, copy)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable

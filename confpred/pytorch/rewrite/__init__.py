@@ -1,0 +1,1 @@
+"""From captured graphs to graphs: layouts, passes, and which operators become confpred's."""

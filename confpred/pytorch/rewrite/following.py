@@ -1,0 +1,162 @@
+"""Patterns of what may follow an operation and be computed with it: the matcher of every graph.
+
+    convolution or norm -> [batch norm] -> [+ residual] -> [activation]
+
+A pattern is a function that returns a chain with one operation more, or as it was. Nothing but the
+next node of a chain, and the gradient of an activation, may read what comes between.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.pytorch.rewrite.passes import is_alike, val_of
+from confpred.pytorch.run.activations import NAMES, OPERATORS
+from confpred.pytorch.run.loading import is_channels_last
+
+aten = torch.ops.aten
+FIXED_NORM = aten._native_batch_norm_legit_no_training.default
+_ALIASES = (aten.alias.default, aten.detach.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Nodes that become one operator.
+
+    Attributes:
+        nodes: first to last, with the ``getitem`` of a norm.
+        norm: the batch norm among them.
+        sum: the node that adds the residual, and the residual's place among its arguments.
+        activation: its name.
+        gradient: the node of the activation's gradient; None in a graph of inference.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    norm: fx.Node | None = None
+    sum: tuple[fx.Node, int] | None = None
+    activation: str = "none"
+    gradient: fx.Node | None = None
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+    @property
+    def residual(self) -> Any:
+        """The node that is added, or None; another one once its own chain is replaced."""
+        return None if self.sum is None else self.sum[0].args[self.sum[1]]
+
+
+Pattern = Callable[[Chain], Chain]
+
+
+def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
+    """Return `chain` with what follows it, without the nodes that another one has `claimed`."""
+    for pattern in patterns:
+        longer = pattern(chain)
+        if not any(node in claimed for node in longer.nodes[len(chain.nodes) :]):
+            chain = longer
+    return chain
+
+
+def norm_after(chain: Chain) -> Chain:
+    """Take a batch norm by running statistics, if its normalised tensor alone is used."""
+    norm = _only_reader(chain.last)
+    if chain.norm is not None or norm is None or norm.target is not FIXED_NORM:
+        return chain
+    first = first_result(norm)
+    if first is None or source_of(norm.args[0]) is not chain.last:
+        return chain
+    return replace(chain, nodes=(*chain.nodes, norm, first), norm=norm)
+
+
+def sum_after(chain: Chain) -> Chain:
+    """Take a sum with a residual of the same shape and dtype, without a factor.
+
+    It has the layout of what it is added to, as nodes that follow count on the strides of the sum.
+    """
+    total = _only_reader(chain.last)
+    if total is None or total.target is not aten.add.Tensor:
+        return chain
+    places = [i for i, term in enumerate(total.args) if source_of(term) is not chain.last]
+    residual: Any = total.args[places[0]] if len(places) == 1 else None  # not added to itself
+    if not isinstance(residual, fx.Node) or total.kwargs.get("alpha", 1) != 1:
+        return chain
+    a, b = val_of(chain.last), val_of(residual)
+    same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
+    if not same or is_channels_last(val_of(total)) != is_channels_last(a):
+        return chain
+    return replace(chain, nodes=(*chain.nodes, total), sum=(total, places[0]))
+
+
+def activation_after(chain: Chain, gradient: fx.Node | None = None) -> Chain:
+    """Take an activation; in a joint graph with its `gradient`, which may read the same, too."""
+    readers = set(readers_of(chain.last)) - {gradient}
+    node = readers.pop() if len(readers) == 1 else None
+    name = None if node is None else activation_of(node)
+    if node is None or name is None:
+        return chain
+    if gradient is not None and not is_gradient(gradient, name, chain.last, node):
+        return chain
+    return replace(chain, nodes=(*chain.nodes, node), activation=name, gradient=gradient)
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """Return the activation that `node` computes; None where it is none of the table's."""
+    name = NAMES.get(node.target)
+    exact = node.kwargs.get("approximate", "none") == "none"  # of GELU
+    same = name is not None and tuple(node.args[1:]) == OPERATORS[name].arguments
+    return name if same and exact else None
+
+
+def is_gradient(node: fx.Node, name: str, argument: fx.Node, result: fx.Node) -> bool:
+    """Return whether `node` is the gradient of activation `name`, which made `result` of
+    `argument`."""
+    row = OPERATORS[name]
+    return (
+        node.target is row.gradient
+        and source_of(node.args[1]) is (result if row.saves_result else argument)
+        and tuple(node.args[2:]) == row.gradient_arguments
+    )
+
+
+def first_result(norm: fx.Node) -> fx.Node | None:
+    """Return the node of the normalised tensor; None where other results are used, too."""
+    items = [n for n in norm.users if n.users]
+    if len(items) == 1 and items[0].target is operator.getitem and items[0].args[1] == 0:
+        return items[0]
+    return None
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read `node`, aliases passed through."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += readers_of(user) if _is_alias(user) else [user]
+    return found
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    readers = readers_of(node)
+    return readers[0] if len(readers) == 1 else None
+
+
+def source_of(node: Any) -> Any:
+    """Return what a node is an alias of."""
+    while isinstance(node, fx.Node) and _is_alias(node):
+        node = node.args[0]
+    return node
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Return whether a node has the values and the layout of its input, as an alias has, and the
+    clone that an activation in place saves."""
+    if node.target is aten.clone.default:
+        return is_alike(val_of(node), val_of(node.args[0]))
+    return node.target in _ALIASES

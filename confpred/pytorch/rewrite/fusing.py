@@ -1,0 +1,177 @@
+"""Inference: each convolution or batch norm with what follows it becomes one operator.
+
+    convolution -> [batch norm] -> [+ residual] -> [activation]
+    batch norm -> [+ residual] -> [activation]
+
+All convolutions of a graph are chosen in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from confpred.problem.conv2d import Problem
+from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
+from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
+from confpred.pytorch.run import fold as folding
+from confpred.pytorch.run.loading import DTYPES, is_channels_last
+
+aten = torch.ops.aten
+confpred = torch.ops.confpred
+_UNFOLDED = "folded filter beyond float16"
+_PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
+_PATTERNS = (following.norm_after, following.sum_after, following.activation_after)
+
+
+def fuse(
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any]
+) -> list[sites.Site]:
+    """Rewrite a graph of inference in place, and return its convolutions and norms in order;
+    `wishes` are those of `choose`, for tensors of other sizes; `inputs` are the graph's, or none
+    where their values are not known."""
+    places = graph.find_nodes(op="placeholder")
+    values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
+    matches = []
+    for chain in _chains(graph):
+        site = _site(chain, values)
+        matches.append(sites.Match([site], partial(_replace, chain, site, wishes)))
+    found = sites.choose_and_replace(graph, matches, choose)
+    _join_folds(graph)
+    return found
+
+
+def _chains(graph: fx.Graph) -> list[following.Chain]:
+    """Return what is fused, in the order of the graph."""
+    claimed: set[fx.Node] = set()
+    found: dict[fx.Node, following.Chain] = {}
+    convolutions = graph.find_nodes(op="call_function", target=sites.CONVOLUTION)
+    norms = graph.find_nodes(op="call_function", target=following.FIXED_NORM)
+    # The later convolution of two that are summed takes the sum: the other's is there by then.
+    # A norm starts a chain only where no convolution has claimed it.
+    for node in [*reversed(convolutions), *norms]:
+        if node in claimed or not sites.is_image(node.args[0]):
+            continue
+        norm = node if node.target is following.FIXED_NORM else None
+        first = None if norm is None else following.first_result(norm)
+        chain = following.Chain((node,) if first is None else (node, first), norm)
+        # confpred's operator computes no transposed convolutions.
+        plain = norm is not None or not (node.args[6] or sites.geometry_of(node) is None)
+        found[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
+        claimed.update(found[node].nodes)
+    return [found[node] for node in graph.nodes if node in found]
+
+
+def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
+    """Return what is known of `chain` before anything is chosen; `values` are those of inputs."""
+    start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
+    site = sites.Site(sites.name_of(start), "norm")
+    if start.target is sites.CONVOLUTION:
+        fields = {"activation": chain.activation, "residual": has_residual}
+        has_bias = has_norm or start.args[2] is not None
+        site = sites.site_of(start, "fprop", bias=has_bias, **fields)
+        if has_norm and _loses_precision(chain, values):
+            site.problem, site.why = None, _UNFOLDED
+    activations = [chain.activation] * (chain.activation != "none")
+    site.fused = (*["norm"] * has_norm, *["add"] * has_residual, *activations)
+    return site
+
+
+def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
+    """Return whether one operator, of confpred's or PyTorch's, computes the convolution with all
+    that follows it. Such a one takes a folded filter; PyTorch's convolution and a pass over its
+    output do not."""
+    node, problem = chain.nodes[0], site.problem
+    if site.is_ours or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
+        return site.is_ours
+    if isinstance(problem, Problem):
+        return library.fuses(problem)
+    geometry = sites.geometry_of(node)
+    if geometry is None or node.args[6] or chain.sum is not None:
+        return False
+    _, padding, _, groups = geometry
+    return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
+
+
+def _replace(chain: following.Chain, site: sites.Site, wishes: choosing.Wishes) -> None:
+    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
+    node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
+    if not is_one:
+        if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
+            return
+        if len(chain.nodes) == 1:
+            return  # PyTorch's convolution with nothing after it
+    is_norm, scale = node.target is following.FIXED_NORM, None
+    x, weight, bias = (node.args[0], None, None) if is_norm else node.args[:3]
+    if chain.norm is not None and is_one:
+        weight, bias = _fold(chain, bias, _uncast(weight))
+    elif chain.norm is not None:
+        scale, bias = _fold(chain, bias, None)
+    if is_norm:
+        given = (x, scale, bias, chain.residual, chain.activation)
+        put_in_place(chain.last, confpred.scale_shift.default, given)
+    else:
+        call = sites.call_of(node, [site], wishes, activation=chain.activation)
+        operands = (x, weight, scale, bias, chain.residual)
+        put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
+
+
+def _loses_precision(chain: following.Chain, values: Mapping[Any, Any]) -> bool:
+    """Return whether the folded filter of a convolution and its norm is one that float16 cannot
+    hold."""
+    norm: Any = chain.norm
+    nodes = (norm.args[1], norm.args[4], _uncast(chain.nodes[0].args[1]))
+    tensors: Any = [values.get(node) for node in nodes]
+    for node, t in zip(nodes, tensors, strict=True):
+        if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
+            return False  # computed in the graph, or without values
+    if val_of(chain.last).dtype is not torch.float16:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        gamma, variance, filters = tensors
+        return folding.loses_precision(gamma, variance, filters, norm.args[6])
+
+
+def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:
+    """Return the nodes of filter and bias, or of scale and shift, that stand for the norm of
+    `chain`; `bias` and `filters` are those of the convolution before it, or None."""
+    norm: Any = chain.norm
+    graph, dtype = norm.graph, DTYPES[val_of(chain.last).dtype]
+    given = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
+    with graph.inserting_before(chain.last):
+        node = graph.call_function(confpred.fold.default, tuple([each] for each in given))
+    of_filters = None if filters is None else val_of(filters)
+    node.meta["val"] = folding.empty(val_of(norm.args[3]), of_filters, dtype)
+    return [result_of(node, place) for place in (0, 1)]
+
+
+def _join_folds(graph: fx.Graph) -> None:
+    """Fold all norms whose tensors are inputs of the graph in one launch."""
+    folds = graph.find_nodes(op="call_function", target=confpred.fold.default)
+    folds = [n for n in folds if all(x.op == "placeholder" for x in n.all_input_nodes)]
+    if not folds:
+        return
+    lists = tuple([x for node in folds for x in node.args[i]] for i in range(8))
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        new = graph.call_function(confpred.fold.default, lists)
+    new.meta["val"] = [val for node in folds for val in node.meta["val"]]
+    for place, node in enumerate(folds):
+        for result in list(node.users):
+            result.args = (new, 2 * place + result.args[1])
+        graph.erase_node(node)
+    graph.lint()
+
+
+def _uncast(node: Any) -> Any:
+    """Return the tensor that autocast has cast, as the fold reads every dtype."""
+    if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
+        source: Any = node.args[0]
+        if source.op == "placeholder" and val_of(source).dtype in DTYPES:
+            return source
+    return node

@@ -1,0 +1,166 @@
+"""Layers of a graph that confpred can compute: a problem a direction, its choice, its replacement.
+
+A *match* is what one operator may replace. Those of a graph are found first, then chosen for in one
+call, then replaced; what is not replaced runs as PyTorch runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from confpred.predict.choice import Choice
+from confpred.problem.record import Record
+from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.convolve import Call, Geometry, Hint, problem_of
+from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
+
+CONVOLUTION = torch.ops.aten.convolution.default
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+@dataclass(slots=True)
+class Site:
+    """One convolution or batch norm of a graph in one direction.
+
+    Attributes:
+        name: of the layer, as the network calls it; empty where it is not known.
+        direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a batch norm of
+            inference that follows no convolution, else its direction.
+        problem: what is computed; None where no confpred kernel is made for it.
+        why: why no kernel is, in words; None where there is a problem.
+        choice: what was chosen; None where nothing is known.
+        fused: operators that became one with it, such as ``("norm", "relu")``.
+    """
+
+    name: str
+    direction: str
+    problem: Record | None = None
+    why: str | None = None
+    choice: Choice | None = None
+    fused: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a confpred kernel, or a chosen plan of a library, computes it."""
+        return self.choice is not None and choosing.why_pytorch(self.choice) is None
+
+
+class Match(NamedTuple):
+    """Nodes of a graph that one operator a direction may compute.
+
+    Attributes:
+        sites: what is chosen for.
+        replace: puts the operators in the place of the nodes, where the choices say so.
+    """
+
+    sites: list[Site]
+    replace: Callable[[], None]
+
+
+def choose_and_replace(
+    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
+) -> list[Site]:
+    """Choose for all `matches` of `graph` in one call, replace them in place, and return their
+    sites."""
+    sites = [site for match in matches for site in match.sites]
+    asked = [(site, site.problem) for site in sites if site.problem is not None]
+    choices = choose([problem for _, problem in asked]) if asked else ()
+    for (site, _), choice in zip(asked, choices, strict=True):
+        site.choice = choice
+    for match in matches:
+        match.replace()
+    graph.eliminate_dead_code()
+    graph.lint()
+    return sites
+
+
+def call_of(node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, **fields: Any) -> str:
+    """Return the arguments that are no tensors of the operator in the place of a convolution, or of
+    its backward; `wishes` are for tensors of other sizes than those of the capture."""
+    hints = {site.direction: _hint(site) for site in sites}
+    geometry: Any = geometry_of(node)
+    if node.target is CONVOLUTION:
+        return Call(geometry, hints=(hints["fprop"], None), wishes=wishes, **fields).text()
+    both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
+    return Call(geometry, hints=both, wishes=wishes, mask=mask).text()
+
+
+def _hint(site: Site) -> Hint | None:
+    """Return what is to run for the sizes of the capture."""
+    p: Any = site.problem
+    if p is None:
+        return None
+    image = (p.n, p.c, p.h, p.w)
+    return Hint(image, site.choice.candidate) if site.choice and site.is_ours else Hint(image)
+
+
+def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
+    """Return the site of a convolution, or of a direction of its backward, with its problem or why
+    there is none; `fields` are further ones of the problem."""
+    arguments = arguments_of(node)
+    image, filters = map(val_of, arguments[:2])
+    site, geometry = Site(name_of(node), direction), geometry_of(node)
+    sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
+    if arguments[6]:
+        site.why = "transposed"
+    elif geometry is None or len(filter_sizes) != filters.dim():
+        site.why = "a filter or geometry of an open size"
+    elif image.dtype not in DTYPES:
+        site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"
+    elif None in sizes:
+        site.why = "a size that depends on values"
+    else:
+        problem = problem_of(direction, sizes, filter_sizes, image.dtype, geometry, **fields)
+        if problem is None:
+            site.why = "no convolution that confpred describes"
+        elif is_channels_last(image):
+            site.problem = problem
+        else:
+            either = image.is_contiguous(memory_format=CHANNELS_LAST)
+            site.why = "one pixel or one channel" if either else "channels first"
+    return site
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a convolution, which its backward has behind a gradient: image,
+    filter, bias, stride, padding, dilation, whether it is transposed, another padding, groups."""
+    return node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args
+
+
+def geometry_of(node: fx.Node) -> Geometry | None:
+    """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
+    them is of an open size, or they are not those of an image."""
+    _, _, _, *pairs, _, _, groups = arguments_of(node)[:9]
+    stride, padding, dilation = pairs = [tuple(v) for v in pairs]
+    numbers = [*stride, *padding, *dilation, groups]
+    if any(len(pair) != 2 for pair in pairs) or not all(type(n) is int for n in numbers):
+        return None
+    return stride, padding, dilation, groups
+
+
+def sizes_of(image: Tensor) -> list[Any]:
+    """Return the sizes of a fake tensor. The hint of an open size stands for it; a size that
+    depends on values has None."""
+    return [s if isinstance(s, int) else s.node.hint for s in image.shape]
+
+
+def is_image(node: Any) -> bool:
+    val = val_of(node) if isinstance(node, fx.Node) else None
+    return isinstance(val, Tensor) and val.dim() == 4
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it;
+    Dynamo writes it as an expression."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
+    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
+    return re.sub(r"^(copy|model)\.", "", text.strip("."))
