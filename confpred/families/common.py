@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Array
-from confpred.problem.conv2d import ACTIVATIONS, Problem, dtype_macro
+from confpred.problem.activation import ACTIVATIONS, activation_macro
+from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Step
 
@@ -51,11 +52,8 @@ def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, in
 
 def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
-    return macros(
-        ACTIVATION=f"ACTIVATION_{problem.activation.upper()}",
-        HAS_BIAS=int(problem.bias),
-        HAS_RESIDUAL=int(problem.residual),
-    )
+    flags = macros(HAS_BIAS=int(problem.bias), HAS_RESIDUAL=int(problem.residual))
+    return (activation_macro(problem.activation), *flags)
 
 
 def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:

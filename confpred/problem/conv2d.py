@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
+from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16", "float32")
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "relu6", "hardswish")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "direction": DIRECTIONS,
@@ -340,12 +340,16 @@ class Convolution:
             slices = min(-(-_BLOCKS // (tiles[0] * tiles[1])), -(-terms // _TILE))
             source, grid = "reference_dense", (*tiles, slices if output == "filter_grad" else 1)
         return Step(
-            KernelSpec(f"{source}.cu", f"{source}_{output}", (dtype_macro(p),)),
+            KernelSpec(
+                f"{source}.cu",
+                f"{source}_{output}",
+                (dtype_macro(p), activation_macro(p.activation)),
+            ),
             grid=grid,
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
-            scalars=kernel_sizes(p, _SIZES) | {"activation": ACTIVATIONS.index(p.activation)},
+            scalars=kernel_sizes(p, _SIZES),
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -359,7 +363,7 @@ class Convolution:
             out = F.conv2d(t["in"], t["filter"], t.get("bias"), *sizes)
             if p.residual:
                 out = out + t["residual"]
-            return out if p.activation == "none" else getattr(F, p.activation)(out)
+            return activated(p.activation, out)
         # The operator reads only the sizes of the operand whose gradient is asked for.
         shapes = {"in": (p.n, p.h, p.w, p.c), "filter": (p.k, p.r, p.s, p.group_width)}
         x, weight = (
@@ -392,11 +396,6 @@ def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
 def dtype_macro(problem: Record) -> tuple[str, str]:
     """``DTYPE``, as ``kernels/common.cuh`` knows it."""
     return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
-
-
-def activation_macro(activation: str) -> tuple[str, str]:
-    """``ACTIVATION``, as ``kernels/common.cuh`` knows it."""
-    return "ACTIVATION", f"ACTIVATION_{activation.upper()}"
 
 
 CONVOLUTION = Convolution()

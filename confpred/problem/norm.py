@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES, activation_macro, dtype_macro
+from confpred.problem.activation import (
+    ACTIVATIONS,
+    activated,
+    activation_macro,
+    argument_grad,
+    saved_of,
+)
+from confpred.problem.conv2d import DTYPES, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
@@ -229,9 +236,8 @@ class BatchNorms:
         )
         if p.residual:
             out = out + _image(t["residual"])
-        after = _activated(p, out)
-        saved = after if p.activation == "relu" else out  # as autograd keeps them
-        t |= {"argument": saved, "saved_mean": mean, "saved_invstd": deviation, "reserve": reserve}
+        saved = saved_of(p.activation, out)
+        t |= {"saved": saved, "saved_mean": mean, "saved_invstd": deviation, "reserve": reserve}
         return t | {"implementation": torch.tensor(used)}
 
     def pytorch(self, problem: BatchNorm, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -246,9 +252,9 @@ class BatchNorms:
                 _image(t["in"]), t["running_mean"], t["running_var"], t.get("weight"),
                 t.get("bias"), not p.frozen, MOMENTUM, EPS,
             )  # fmt: skip
-            return _activated(p, out + _image(t["residual"]) if p.residual else out)
-        t = t if "argument" in t else self.prepared(p, t)
-        grad = _activation_grad(p, _image(t["out_grad"]), t["argument"])
+            return activated(p.activation, out + _image(t["residual"]) if p.residual else out)
+        t = t if "saved" in t else self.prepared(p, t)
+        grad = argument_grad(p.activation, _image(t["out_grad"]), t["saved"])
         found = torch.ops.aten._batch_norm_impl_index_backward(
             int(t["implementation"]), _image(t["in"]), grad, t.get("weight"),
             t.get("running_mean"), t.get("running_var"), t["saved_mean"], t["saved_invstd"],
@@ -266,27 +272,6 @@ _OUTPUTS = (
 
 def _image(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 3, 1, 2)
-
-
-def _activated(problem: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F
-
-    name = problem.activation
-    return x if name == "none" else getattr(F, name)(x)
-
-
-def _activation_grad(problem: BatchNorm, grad: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """Return the gradient before the activation, as autograd computes it."""
-    import torch
-
-    if problem.activation == "none":
-        return grad
-    name, *bounds = {
-        "relu": ("threshold_backward", 0),
-        "relu6": ("hardtanh_backward", 0.0, 6.0),
-    }.get(problem.activation, (f"{problem.activation}_backward",))
-    found: torch.Tensor = getattr(torch.ops.aten, str(name))(grad, saved, *bounds)
-    return found
 
 
 BATCH_NORM = BatchNorms()

@@ -15,7 +15,8 @@ from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Array, Rows
 from confpred.families.table import config_columns, config_table
-from confpred.problem.conv2d import activation_macro, dtype_macro
+from confpred.problem.activation import activation_macro
+from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import BATCH_NORM, BatchNorm

@@ -194,7 +194,7 @@ def test_a_missing_or_unknown_name_is_seen(step: Step) -> None:
 
 def test_a_parameter_that_is_no_int_is_seen() -> None:
     step = references(CONVOLUTION, LAYERS_OF_REFERENCES[0])[0]
-    text = file_text(step.kernel.file).replace("int activation", "float activation")
+    text = file_text(step.kernel.file).replace("int groups", "float groups")
     assert len(breaches(step, text)) == 1
 
 
