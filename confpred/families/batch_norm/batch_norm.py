@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Rows
+from confpred.families.protocol import Array, Floats, Mask, Rows
 from confpred.families.table import config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
@@ -82,7 +82,7 @@ class _Passes(ABC):
         t["sum_bytes"] = (2 * t["vector"] + 1) * (t["threads"] // 2) * 4
         return t
 
-    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> NDArray[np.bool_]:
+    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> Mask:
         """Return the rule that both families have."""
         size, c = problem.itemsize, problem.c
         widest = min(_ACCESS_BYTES // size, c & -c)  # that divides the channels
@@ -90,7 +90,7 @@ class _Passes(ABC):
         unrolls = np.zeros(len(t["vector"]), np.bool_)
         for width, counts in _UNROLLS.items():
             unrolls |= (t["vector_bytes"] == width) & np.isin(t["unroll"], counts)
-        legal: NDArray[np.bool_] = (
+        legal: Mask = (
             ((t["vector"] == widest) | (t["vector"] == halved))
             & unrolls
             & (t["used_lanes"] <= t["threads"])
@@ -102,7 +102,7 @@ class _Passes(ABC):
         return legal & (problem.direction == self.direction)
 
     @abstractmethod
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]: ...
+    def legal(self, problem: BatchNorm, device: Device) -> Mask: ...
 
     def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread of the launch that has more of them."""
@@ -118,7 +118,7 @@ class _Passes(ABC):
         kept = self._kept(problem, t) * _step_bytes(problem, t)
         return t["sum_bytes"] + kept
 
-    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float64]:
+    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> Floats:
         return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float32]:
@@ -265,7 +265,7 @@ class TwoPass(_Passes):
         ),
     )
 
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: BatchNorm, device: Device) -> Mask:
         t = self._layout(problem)
         return self._shared(problem, t) & (t["sum_bytes"] <= device.smem_per_block)
 
@@ -323,7 +323,7 @@ class OnePass(_Passes):
         ),
     )
 
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: BatchNorm, device: Device) -> Mask:
         t = self._layout(problem)
         smem_bytes = self._smem_bytes(problem, t)
         needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from confpred.families import common, grouped
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.grouped import Pair, axes_of
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
@@ -107,9 +106,7 @@ class GroupedRows(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem)
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.each(axes_of)
         return (
             (t["block_n"] * problem.each(_image_elements) <= common.MAX_INT)
@@ -128,7 +125,7 @@ class GroupedRows(Shaped):
             & common.distinct_bands(rows.positions, t["bands"])
         )
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         rows, columns = problem.each(axes_of)
         w.band_rows, w.bands = common.cut(rows.positions, t["bands"])
@@ -168,9 +165,7 @@ class GroupedRows(Shaped):
         }
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each row of a block that cannot be hidden."""
