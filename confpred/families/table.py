@@ -109,7 +109,7 @@ class Tabled(ABC):
 
     Attributes:
         name, configs, feature_names: as of a `Family`.
-        whole: its whole config table.
+        whole: its whole config table, of all directions of the kernel.
         kernel: the kernel's name, and its file's without ``.cu``.
         direction: of its problems.
         operands: the kernel's pointers, in its order.
@@ -121,6 +121,10 @@ class Tabled(ABC):
     whole: Table
     kernel: str
     shared_features: tuple[str, ...]
+
+    def __init_subclass__(cls) -> None:
+        if "configs" in vars(cls):
+            cls.whole = Table.of(cls.configs)
 
     def __init__(
         self,

@@ -95,6 +95,11 @@ class BatchNorm(Record):
         return self.direction == "backward"
 
     @property
+    def statistics(self) -> tuple[str, str]:
+        """Operands from which a normalised value is computed."""
+        return ("running_mean", "running_var") if self.frozen else ("mean", "invstd")
+
+    @property
     def tensor_bytes(self) -> int:
         """Bytes of the activations."""
         return self.itemsize * self.rows * self.c
@@ -171,7 +176,7 @@ class BatchNorms:
         eps = Operand("eps", (1,), "float32", scale=0.0, center=EPS)
         if p.is_backward:
             gradients = tuple(f"{name}_grad" for name in ("in", *more))
-            saved = [*running, eps] if p.frozen else vectors(("mean", "invstd"))
+            saved = [*running, eps] if p.frozen else vectors(p.statistics)
             return (
                 *images(gradients, p.rows),
                 *vectors(tuple(f"{name}_grad" for name in affine), p.rows),
@@ -208,8 +213,7 @@ class BatchNorms:
         inputs: tuple[str, ...] = ("in", "weight", "bias", "residual", "running_mean")
         inputs = (*inputs, "running_var", "eps", "momentum")
         if p.is_backward:
-            saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
-            inputs = ("out_grad", "in", "weight", "bias", "residual", *saved, "eps")
+            inputs = ("out_grad", "in", "weight", "bias", "residual", *p.statistics, "eps")
         entry = f"reference_batch_norm{'_backward' if p.is_backward else ''}"
         defines = (dtype_macro(p), activation_macro(p.activation), ("FROZEN", int(p.frozen)))
         return Step(

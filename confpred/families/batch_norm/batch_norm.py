@@ -36,7 +36,6 @@ STREAM_BYTES = 2**25
 _L2_SHARE = 0.6
 #: Times of a grid's barrier, and of a ticket and the sums of the splits.
 _MEET_S, _TICKET_S = 3e-6, 2e-6
-_LAYOUT = ("rows", "channels", "lanes", "tiles", "at_once", "steps", "splits")
 _STATISTICS = (
     "mean", "invstd", "new_running_mean", "new_running_var", "running_mean", "running_var", "eps",
     "momentum",
@@ -275,21 +274,19 @@ class TwoPass(_Passes):
     def launch(self, problem: BatchNorm, row: int) -> Launch:
         p, t, file = problem, self._one(problem, row), "batch_norm"
         if not p.is_backward:
-            saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
             apply = _step(
                 p, t, (file, "batch_norm_apply"),
-                ("out", "in", "weight", "bias", "residual", *saved, "eps"),
+                ("out", "in", "weight", "bias", "residual", *p.statistics, "eps"),
             )  # fmt: skip
             statistics = _step(
                 p, t, (file, "batch_norm_statistics"), ("in", *_STATISTICS, ZEROED, SCRATCH),
                 activation="none", residual=False,
             )  # fmt: skip
             return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
-        saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
         sums = _step(
             p, t, (file, "batch_norm_sums"),
             ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
-             "bias", "residual", *saved, "eps", ZEROED, SCRATCH),
+             "bias", "residual", *p.statistics, "eps", ZEROED, SCRATCH),
         )  # fmt: skip
         gradient = _step(
             p, t, (file, "batch_norm_gradient"),

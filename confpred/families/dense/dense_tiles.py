@@ -69,8 +69,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
-
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w", "bfloat16",
     "log_bytes", "log_intensity", "pixel_alignment",
@@ -133,8 +131,7 @@ def _out_channels(problem: Problem) -> int:
 class DenseTiles(Shaped):
     """One direction of ``kernels/dense_tiles.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "dense_tiles"
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES

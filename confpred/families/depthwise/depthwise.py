@@ -92,14 +92,10 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
     return axes[0], axes[1]
 
 
-_CONFIGS = _config_table()
-
-
 class DepthwiseImage(Tabled):
     """One direction of ``kernels/depthwise.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise"
     kernel_fields = _COMPILED
     shared_features = _SHARED

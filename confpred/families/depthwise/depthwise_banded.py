@@ -62,9 +62,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
-
-
 def handles(problem: Problem) -> bool:
     """Whether `problem` is a layer that the kernels compute, whatever its direction."""
     return (
@@ -256,8 +253,7 @@ class Banded(Shaped):
 class DepthwiseBanded(Banded):
     """One direction of ``kernels/depthwise_banded.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_banded"
     shared_features = _SHARED
 

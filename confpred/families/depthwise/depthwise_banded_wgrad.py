@@ -42,9 +42,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
-
-
 def _lowest_row(problem: Problem) -> int:
     """Return the lowest input row that a block has to walk to."""
     return max(problem.h + problem.padding[0], problem.p * problem.bias)
@@ -53,8 +50,7 @@ def _lowest_row(problem: Problem) -> int:
 class DepthwiseBandedWgrad(banded.Banded):
     """``kernels/depthwise_banded_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_banded_wgrad"
     shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",

@@ -44,14 +44,10 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows[kept])
 
 
-_CONFIGS = _config_table()
-
-
 class DepthwiseWgrad(Tabled):
     """``kernels/depthwise_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_wgrad"
     kernel_fields = ("vec", "tile_q", "row_groups", "prefetch")  # the kernel: rows of a group
     shared_features = (

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-import numpy as np
-
 from confpred.families.protocol import Array, Mask
 from confpred.problem.conv2d import Problem
 

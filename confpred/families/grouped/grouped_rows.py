@@ -78,9 +78,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, few + many + odd)
 
 
-_CONFIGS = _config_table()
-
-
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
     "log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w",
@@ -97,8 +94,7 @@ _SHARED_FEATURES = (
 class GroupedRows(Shaped):
     """One direction of ``kernels/grouped_rows.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "grouped_rows"
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
@@ -151,7 +147,7 @@ class GroupedRows(Shaped):
             *macros(STRIDE_H=max(rows.down, rows.up), STRIDE_W=max(columns.down, columns.up)),
             dtype_macro(p),
             *common.epilogue_macros(p),
-            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.config_macros(self.configs[row], _COMPILED),
             *common.agreed_macros(threads=w.threads, smem_bytes=w.smem_bytes),
         )
         scalars = {

@@ -76,7 +76,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
 #: The next smaller count of slices, indexed by the count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
@@ -85,8 +84,7 @@ _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 class GroupedWgrad(Shaped):
     """``kernels/grouped_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "grouped_wgrad"
     kernel_fields = _COMPILED
     shared_features = (

@@ -135,14 +135,6 @@ def test_the_splits_share_the_gradients_sum(problem: Problem, seed: int) -> None
         assert len(launch.steps) == (2 if how == TWO_KERNELS else 1)
 
 
-@given(depthwise_problems())
-@settings(max_examples=60)
-def test_a_repeatable_gradient_uses_no_atomic_sums(problem: Problem) -> None:
-    assume(problem.direction == "wgrad")
-    kinds = family_of(problem).configs["reduction"][legal_rows(problem)]
-    assert not (problem.deterministic and (kinds == ATOMIC).any())
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_vectors_leave_no_channel_over(direction: str) -> None:
     family = all_families()[f"depthwise_{direction}"]

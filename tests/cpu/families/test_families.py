@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from layers import CONVOLUTIONS, random_legal_layer, representative, served
 from strategies import problems, problems_of
 
+from confpred.families.common import ATOMIC
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.device import KNOWN, Device, get_device
@@ -143,4 +144,5 @@ def test_what_is_deterministic_is_legal_whether_asked_for_or_not(
     fast = family.legal(replace(problem, deterministic=False), device)
     repeatable = family.legal(replace(problem, deterministic=True), device)
     assert not np.any(repeatable & ~fast)
+    assert not np.any(repeatable & (family.configs["reduction"] == ATOMIC))
     assert repeatable.any() == fast.any()
