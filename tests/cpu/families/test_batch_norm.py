@@ -9,7 +9,6 @@ import pytest
 from layers import H100
 from norms import FAMILIES, legal_rows, random_problem
 from ptxas import ARCHS, resources
-from slow import slow_but
 
 from confpred.cuda.compiler import ptx_of
 from confpred.families.protocol import Family, config_dict
@@ -151,7 +150,8 @@ def test_a_tensor_that_fits_is_kept_in_shared_memory(name: str) -> None:
     assert any(s["kept"] == 0 for s in kept)
 
 
-@pytest.mark.parametrize("arch", slow_but([H100.arch], ARCHS, "a compile each"))
+@pytest.mark.slow(reason="eight compiles a family and target")
+@pytest.mark.parametrize("arch", ARCHS)
 @every_family
 def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
     rng, kernels = random.Random(f"{family.name} {arch}"), {}

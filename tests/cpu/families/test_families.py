@@ -64,7 +64,7 @@ def test_every_legal_config_can_be_launched(
     operands = {o.name for o in family.operation.operands(problem)}
     outputs = {o.name for o in family.operation.operands(problem) if o.terms}
     rows = np.flatnonzero(family.legal(problem, device))
-    for row in rows[:: max(1, len(rows) // 50)]:
+    for row in rows[:: max(1, len(rows) // 20)]:
         launch = family.launch(problem, int(row))
         assert launch == family.launch(problem, int(row))
         assert launch.zeroed_bytes >= 0
@@ -127,7 +127,7 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
     rng = random.Random(0)
     odd = [random_legal_layer(rng, family, device) for _ in range(10)]
     matrices = []
-    for layer in representative(family) + odd:
+    for layer in representative(family)[::4] + odd:
         rows = np.flatnonzero(family.legal(layer, device))
         matrices.append(family.features(layer, device, rows))
     spans = np.ptp(np.concatenate(matrices), axis=0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,12 @@ def test_an_operand_counts_its_bytes() -> None:
     assert Operand("x", (), "float16").elements == 1
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("output", sorted(set().union(*OUTPUTS.values())))
-def test_reference_kernels_compile(output: str, dtype: str, groups: int, tmp_path: Path) -> None:
+REFERENCES = product(sorted(set().union(*OUTPUTS.values())), (1, 3))
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(zip(REFERENCES, cycle(DTYPES), strict=False)))
+def test_reference_kernels_compile(case: tuple[str, int], dtype: str, tmp_path: Path) -> None:
+    output, groups = case
     direction = next(d for d in OUTPUTS if output in OUTPUTS[d])
     layer = Problem.parse(f"{SMALL} direction={direction} bias={direction == 'wgrad'}")
     step = CONVOLUTION.reference(replace(layer, dtype=dtype, groups=groups), output)
@@ -196,27 +199,30 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("plugins", "message"),
-    [
-        ("no_such_module", "CONFPRED_FAMILIES='no_such_module' is not allowed"),
-        ("empty", "CONFPRED_FAMILIES='empty' is not allowed"),
-        ("broken", "CONFPRED_FAMILIES='broken' is not allowed"),
-        ("odd", "a module whose FAMILY is a kernel family of a new name"),
-        ("taken", "a module whose FAMILY is a kernel family of a new name"),
-        ("scaling,scaling", "CONFPRED_FAMILIES='scaling' is not allowed"),
-    ],
-)
-def test_a_plugin_that_is_none_is_named(tmp_path: Path, plugins: str, message: str) -> None:
-    program = """
+def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
+    messages = {
+        **{
+            plugins: f"CONFPRED_FAMILIES='{plugins}' is not allowed"
+            for plugins in ("no_such_module", "empty", "broken")
+        },
+        "odd": "a module whose FAMILY is a kernel family of a new name",
+        "taken": "a module whose FAMILY is a kernel family of a new name",
+        "scaling,scaling": "CONFPRED_FAMILIES='scaling' is not allowed",
+    }
+    program = f"""
+        import os
         from confpred.errors import InvalidInput
         from confpred.families.registry import all_families
-        try: all_families()
-        except InvalidInput as error: print(error)
+        for plugins in {[*messages]}:
+            os.environ["CONFPRED_FAMILIES"] = plugins
+            all_families.cache_clear()
+            try: all_families()
+            except InvalidInput as error: print(error)
     """
-    done = with_plugins(tmp_path, plugins, program)
+    done = with_plugins(tmp_path, "", program)
     assert done.returncode == 0, done.stderr
-    assert message in done.stdout
+    for said, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
+        assert message in said
 
 
 def foreign(path: Path) -> Path:
