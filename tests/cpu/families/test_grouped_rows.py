@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from strategies import layers_of
 
 from confpred.families.grouped import axis_of
-from confpred.families.protocol import config_dict
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
@@ -86,39 +85,3 @@ def test_a_walk_meets_the_taps_of_the_definition(problem: Problem, axis: int, ba
                 ends = (position, y) if problem.direction == "fprop" else (y, position)
                 defined.add((*ends, tap))
     assert {entry for entry in met if entry[0] >= 0} == defined
-
-
-@given(small_layers(40), st.integers(0, 2**32 - 1))
-@settings(max_examples=60)
-def test_the_blocks_tile_the_output(problem: Problem, seed: int) -> None:
-    """Every output element belongs to exactly one block, decoded as the kernel decodes it."""
-    family = FAMILIES[problem.direction]
-    rows = np.flatnonzero(family.legal(problem, H100))
-    for row in map(int, np.random.default_rng(seed).permutation(rows)[:3]):
-        config, (step,) = config_dict(family, row), family.launch(problem, row).steps
-        n, c, h, w, p, q = (step.scalars[name] for name in ("n", "c", "h", "w", "p", "q"))
-        band_rows, bands, q_tiles, c_tiles = (
-            step.scalars[name] for name in ("band_rows", "bands", "q_tiles", "c_tiles")
-        )
-        sizes = ((problem.h, problem.w), (problem.p, problem.q))
-        assert ((h, w), (p, q)) == (sizes if problem.direction == "fprop" else sizes[::-1])
-        assert (n, c) == (problem.n, problem.c)
-        assert step.block == (32 * config["warps_c"] * config["warps_m"], 1, 1)
-        origin_h, step_h = step.scalars["out_origin_h"], step.scalars["out_step_h"]
-        origin_w, step_w = step.scalars["out_origin_w"], step.scalars["out_step_w"]
-        pair = axis_of(problem, 1).up
-        covered = np.zeros((n, p, q, c // 8), np.int64)
-        for block in range(step.grid[0]):
-            rest, c_tile = divmod(block, c_tiles)
-            rest, lattice_w = divmod(rest, step_w)
-            rest, q_tile = divmod(rest, q_tiles)
-            rest, lattice_h = divmod(rest, step_h)
-            n_tile, band = divmod(rest, bands)
-            ys = origin_h + lattice_h + step_h * (band * band_rows + np.arange(band_rows))
-            columns = pair * config["block_q"]
-            xs = origin_w + lattice_w + step_w * (q_tile * columns + np.arange(columns))
-            images = slice(n_tile * config["block_n"], (n_tile + 1) * config["block_n"])
-            channels = slice(c_tile * config["block_c"] // 8, (c_tile + 1) * config["block_c"] // 8)
-            for y in ys[(ys >= 0) & (ys < p)]:
-                covered[images, y, xs[(xs >= 0) & (xs < q)], channels] += 1
-        assert (covered == 1).all()
