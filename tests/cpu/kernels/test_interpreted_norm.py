@@ -30,7 +30,7 @@ def check(family: Family, problem: BatchNorm, rows: list[int], inputs=None) -> N
         assert not found, f"{found}: {problem} {config_dict(family, row)}"
 
 
-@pytest.mark.parametrize("seed", slow_but(range(3), range(12), "seconds each"))
+@pytest.mark.parametrize("seed", slow_but(range(2), range(12), "seconds each"))
 @every_family
 def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -> None:
     rng = random.Random(f"{family.name} {seed}")
@@ -45,10 +45,10 @@ def test_every_activation_is_right(family: Family, activation: str) -> None:
     residual = activation != "none"
     problem = BatchNorm(2, 5, 4, 24, "bfloat16", activation, residual, family.direction)
     rows = legal_rows(family, problem)
-    check(family, problem, [rows[0], rows[-1]])
+    check(family, problem, [rows[len(rows) // 2]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(("bfloat16",), DTYPES, "seconds each"))
 @every_family
 def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) -> None:
     """Squares of the values themselves would lose the variance altogether."""

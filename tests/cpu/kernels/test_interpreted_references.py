@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle
 
 import norms
 import numpy as np
@@ -70,16 +71,14 @@ def test_references_are_right(direction: str, groups: int, seed: int) -> None:
     check(CONVOLUTION, problem, inputs, reference(problem, inputs))
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "groups"), list(zip(ACTIVATIONS, cycle((1, 4)))))
 def test_every_activation_is_right(activation: str, groups: int) -> None:
     problem = Problem(2, 8, 5, 6, 16, 3, 3, groups=groups, activation=activation, residual=True)
     inputs = random_inputs(FAMILY, problem, 0)
     check(CONVOLUTION, problem, inputs, reference(problem, inputs))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "frozen"), list(zip(ACTIVATIONS, cycle((False, True)))))
 @pytest.mark.parametrize("direction", norm.DIRECTIONS)
 def test_references_of_norms_are_right(direction: str, activation: str, frozen: bool) -> None:
     residual = activation != "none"
