@@ -268,7 +268,7 @@ def half_values(bits: Values, kind: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
 
 
-#: What a conversion does to a value beside changing its type.
+#: Changes of a value by a conversion, beside that of its type.
 _CHANGES: dict[str, Callable[[Values], Values]] = {
     "rni": np.rint,
     "rzi": np.trunc,
