@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
+import layer_norm
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,62 +115,17 @@ def test_pytorchs_answer_has_the_shapes_of_the_operands(words: str) -> None:
     assert shapes == [o.shape for o in operands if o.terms]
 
 
-PLUGIN = """
-    from dataclasses import dataclass
-    from typing import ClassVar
-    import numpy as np
-    from confpred.problem.operation import KernelSpec, Launch, Operand, Step
-    from confpred.problem.record import Record
-
-    @dataclass(frozen=True, slots=True)
-    class Scaling(Record):
-        LIMITS: ClassVar = {"size": (1, 2**20)}
-        CHOICES: ClassVar = {"dtype": ("float32",)}
-        size: int
-        dtype: str = "float32"
-        minimum_bytes = property(lambda self: 8 * self.size)
-        flops = property(lambda self: self.size)
-
-    class Scale:
-        name, problem, feature_names = "scale", Scaling, ("size",)
-        def operands(self, problem):
-            y = Operand("y", (problem.size,), "float32", 1)
-            return y, Operand("x", (problem.size,), "float32")
-        def features(self, problem, device):
-            return np.array([[problem.size]], np.float32)
-        def reference(self, problem, output):
-            raise NotImplementedError
-        def pytorch(self, problem, tensors):
-            return 2 * tensors["x"]
-
-    class Family:
-        name, operation, feature_names = "scale_rows", Scale(), ("threads",)
-        configs = np.array([(32,), (64,)], [("threads", np.int32)])
-        def legal(self, problem, device):
-            return self.configs["threads"] <= problem.size
-        def estimate_s(self, problem, device, rows):
-            return 1e-6 * np.asarray(rows + 1.0)
-        def features(self, problem, device, rows):
-            return self.configs["threads"][rows, None].astype(np.float32)
-        def launch(self, problem, row):
-            source = KernelSpec("common.cuh", "scale", ())
-            scalars = {"size": problem.size}
-            return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), scalars),))
-
-    FAMILY = Family()
-"""
-
-
 def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.CompletedProcess[str]:
-    """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder`."""
-    (folder / "scaling.py").write_text(textwrap.dedent(PLUGIN))
+    """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder` or the example
+    of ``docs/adding-a-kernel.md``."""
     (folder / "empty.py").write_text("")
     (folder / "broken.py").write_text("import no_such_module\n")
     (folder / "odd.py").write_text("FAMILY = 7\n")
     (folder / "taken.py").write_text(
         "from confpred.families.dense.dense_tiles import FAMILIES as FAMILIES\n"
     )
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    example = str(Path(layer_norm.__file__).parent)
+    paths = [str(folder), example, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env=os.environ | {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)},
@@ -181,21 +137,21 @@ def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.Complet
 
 def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) -> None:
     program = """
-        from scaling import Scaling
+        from layer_norm import LayerNormProblem
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
-        assert list(all_families())[-1] == "scale_rows"
-        names = ["batch_norm", "conv2d", "linear_chain", "scale"]
+        assert list(all_families())[-1] == "layer_norm"
+        names = ["batch_norm", "conv2d", "layer_norm", "linear_chain"]
         assert sorted(all_operations()) == names
-        assert list(families_of(Scaling(40))) == ["scale_rows"]
-        choice = Predictor.load().choose(Scaling(40), "h100")
-        assert (choice.source, choice.family, choice.config_id) == ("heuristic", "scale_rows", 0)
-        assert Predictor({}).choose(Scaling(7), "h100").source == "fallback"
+        rows = LayerNormProblem(40, 64)
+        assert list(families_of(rows)) == ["layer_norm"]
+        choice = Predictor.load().choose(rows, "h100")
+        assert (choice.source, choice.family) == ("heuristic", "layer_norm")
         layer = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1 groups=8")
         choices = Predictor({}).rank(layer, "h100", 32)
-        assert "scale_rows" not in {choice.family for choice in choices}
+        assert "layer_norm" not in {choice.family for choice in choices}
     """
-    done = with_plugins(tmp_path, "scaling", program)
+    done = with_plugins(tmp_path, "layer_norm", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -207,7 +163,7 @@ def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
         },
         "odd": "a module whose FAMILY is a kernel family of a new name",
         "taken": "a module whose FAMILY is a kernel family of a new name",
-        "scaling,scaling": "CONFPRED_FAMILIES='scaling' is not allowed",
+        "layer_norm,layer_norm": "CONFPRED_FAMILIES='layer_norm' is not allowed",
     }
     program = f"""
         import os
