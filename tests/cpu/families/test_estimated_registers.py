@@ -34,7 +34,7 @@ KINDS = {
 
 
 @pytest.mark.slow(reason="18 to 30 compiles a target")
-@pytest.mark.parametrize(("names", "arch"), product(KINDS, ARCHS))
+@pytest.mark.parametrize(("names", "arch"), list(product(KINDS, ARCHS)))
 def test_registers_are_near_the_estimate_and_hardly_spill(
     names: tuple[str, ...], arch: str
 ) -> None:
