@@ -14,11 +14,12 @@ import csv
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from io import StringIO
 from itertools import repeat
 from pathlib import Path
 
-from confpred.cudnn.plans import notes_of, release
+from confpred.cudnn.plans import Graph, front_end, release
 from confpred.cudnn.table import (
     COLUMNS,
     ENGINE,
@@ -59,6 +60,29 @@ def lines_of(problem: Problem, device: Device) -> list[dict[str, str]]:
         known = {**config, **told, KINDS: kind_of(problem)}
         found.append(dict.fromkeys(COLUMNS, "") | {name: str(v) for name, v in known.items()})
     return found
+
+
+def notes_of(problem: Problem, device: Device) -> dict[str, tuple[bool, bool]]:
+    """Return of each plan that is offered for `problem`, by name, whether it computes on tensor
+    cores, and whether it gives the same bits each time."""
+    notes = front_end().numerical_note
+    every = Graph.without_gpu(problem, device)
+    plain = _left(problem, device, notes.TENSOR_CORE)
+    repeatable = _left(problem, device, notes.NONDETERMINISTIC)
+    return {name: (name not in plain, name in repeatable) for name in every.places()}
+
+
+def _left(problem: Problem, device: Device, note: object) -> set[str]:
+    """Return the plans without this note."""
+    graph = Graph.without_gpu(problem, device)
+    graph.graph.deselect_numeric_notes([note])
+    left = set()
+    for name, index in graph.places().items():
+        # One that is deselected is refused.
+        with suppress(RuntimeError, front_end().cudnnGraphNotSupportedError):
+            graph.graph.build_plan_at_index(index)
+            left.add(name)
+    return left
 
 
 def each_of(problems: list[Problem], device: Device, jobs: int) -> Iterator[list[dict[str, str]]]:

@@ -32,7 +32,7 @@ extern "C" __global__ void reference_out(Real* out, const Element* in, const Ele
             const Element* taps = filter + ((static_cast<i64>(ok) * r + fr) * s + fs) * width;
             for (int i = 0; i < width; ++i) sum += real(pixel[i]) * real(taps[i]);
         }
-    out[index] = activated(sum, activation);
+    out[index] = activated(sum);
 }
 
 // Sums what reaches an input element over the output elements that read it.

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reference_chain(
             for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_down_sync(~0u, sum, apart);
             if (lane) continue;
             if (biases[layer]) sum += real(biases[layer][feature]);
-            to[feature] = layer < layers - 1 || last ? activated(sum, ACTIVATION) : sum;
+            to[feature] = layer < layers - 1 || last ? activated(sum) : sum;
         }
         __syncthreads();
     }

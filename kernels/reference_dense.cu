@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reference_dense_out(Real* 
         const i64 index = static_cast<i64>(pixel) * k + ok;
         if (bias) total += real(bias[ok]);
         if (residual) total += real(residual[index]);
-        out[index] = activated(total, activation);
+        out[index] = activated(total);
     });
 }
 

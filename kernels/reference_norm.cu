@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(SIDE* SIDE) reference_batch_norm(
         const Real scale = invstd * (weight ? weight[c] : 1), offset = bias ? bias[c] : 0;
         for (ROWS(row)) {
             const i64 at = static_cast<i64>(row) * channels + c;
-            reference[at] = activated((real(in[at]) - mean) * scale + offset + (residual ? real(residual[at]) : 0), ACTIVATION);
+            reference[at] = activated((real(in[at]) - mean) * scale + offset + (residual ? real(residual[at]) : 0));
         }
         return;
     }
@@ -55,20 +55,6 @@ extern "C" __global__ void __launch_bounds__(SIDE* SIDE) reference_batch_norm(
     if (output == INVSTD) reference[c] = invstd;
     if (output == NEW_RUNNING_MEAN) reference[c] = (1 - factor) * running_mean[c] + factor * mean;
     if (output == NEW_RUNNING_VAR) reference[c] = (1 - factor) * running_var[c] + factor * variance * count / (count - 1);
-}
-
-// The slope of the activation at z. `rounded` is z as kernels compute it: where the slope jumps, it decides.
-__device__ Real slope(Real z, float rounded) {
-    if (ACTIVATION == ACTIVATION_RELU) return rounded <= 0.0f ? 0 : 1;
-    if (ACTIVATION == ACTIVATION_SILU) {
-        const Real s = Real(1) / (Real(1) + exp(-z));
-        return s * (Real(1) + z * (Real(1) - s));
-    }
-    if (ACTIVATION == ACTIVATION_GELU)
-        return Real(0.5) * (Real(1) + erf(z * Real(0.70710678118654752))) + z * Real(0.39894228040143268) * exp(-z * z / 2);
-    if (ACTIVATION == ACTIVATION_RELU6) return rounded <= 0.0f || rounded >= 6.0f ? 0 : 1;
-    if (ACTIVATION == ACTIVATION_HARDSWISH) return rounded <= -3.0f ? Real(0) : rounded < 3.0f ? z / 3 + Real(0.5) : Real(1);
-    return 1;
 }
 
 // Frozen: `mean` and `invstd` are the running mean and variance.
@@ -89,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(SIDE* SIDE) reference_batch_norm_ba
             rounded = __fadd_rn(rounded, element_to_float(residual[at]));
             z += real(residual[at]);
         }
-        return real(out_grad[at]) * slope(z, rounded);
+        return real(out_grad[at]) * Exact<ACTIVATION>::slope(z, rounded);
     };
     auto distance = [&](i64 at) { return (real(in[at]) - centre) * inverse; };
     Real sum = 0, product = 0;

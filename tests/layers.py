@@ -110,13 +110,6 @@ def _epilogue(
     }[direction]
 
 
-def serves_channels(block: int, channels: int) -> bool:
-    """Whether blocks of so many channels are offered to a layer, if that is no power of two."""
-    if block in (8, 16, 32, 64):
-        return True
-    return channels % 64 > 0 and channels % block == 0 and (block >= 48 or channels / block < 4)
-
-
 def first_kernel(family: Family) -> KernelSpec:
     """Return the kernel of the first config that is legal for the first layer of
     `representative`."""

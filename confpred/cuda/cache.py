@@ -61,8 +61,7 @@ class KernelCache:
             content = path.read_bytes()
         except OSError:
             return None
-        payload = unsealed(content)
-        if payload is not None:
+        if (payload := unsealed(content)) is not None:
             used(path)
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)

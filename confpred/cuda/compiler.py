@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cuda.core import ProgramOptions
 
 _STANDARD = "c++17"
+_ACTIVATIONS = "activations.cuh"
 #: Two threads that import `cuda.core` for the first time find it half imported.
 _importing = threading.Lock()
 
@@ -75,8 +76,16 @@ def supported_archs() -> tuple[str, ...]:
 
 def program_text(spec: KernelSpec) -> str:
     """Return the whole program that NVRTC is given: the config as macros, then the kernel."""
-    header = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
-    return f'{header}#line 1 "{spec.file}"\n{file_text(spec.file)}'
+    return f'{_header(spec)}#line 1 "{spec.file}"\n{file_text(spec.file)}'
+
+
+def _header(spec: KernelSpec) -> str:
+    """Return the part of a program before the kernel's own text: the macros, and the activations
+    where the kernel is to have one that its text lacks."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
+    activation, more = f"#define {dict(spec.defines).get('ACTIVATION')} ", file_text(_ACTIVATIONS)
+    lacks = activation in more and activation not in file_text(spec.file)
+    return macros + more if lacks else macros
 
 
 def compile_kernel(
@@ -299,8 +308,7 @@ def _current_digest(name: str) -> str:
 
 
 def _bundle_key(spec: KernelSpec, arch: str) -> str:
-    macros = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
-    parts = (arch, spec.entry, macros, spec.file, source_digest(spec.file))
+    parts = (arch, spec.entry, _header(spec), spec.file, source_digest(spec.file))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -12,7 +12,8 @@ from math import gcd
 
 from confpred.families.common import MAX_INT, agreed_macros
 from confpred.families.kernel_text import identity_of
-from confpred.problem.conv2d import Problem, activation_macro
+from confpred.problem.activation import activation_macro
+from confpred.problem.conv2d import Problem
 from confpred.problem.operation import KernelSpec, Launch, Step
 from confpred.problem.record import ITEMSIZES, Record
 

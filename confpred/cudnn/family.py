@@ -24,7 +24,7 @@ from confpred.cudnn.table import (
 )
 from confpred.errors import LaunchError
 from confpred.families.common import Occupancy
-from confpred.families.protocol import ABSENT, Array, Rows
+from confpred.families.protocol import ABSENT, Array, Columns, Floats, Mask, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem, product
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
@@ -67,9 +67,7 @@ def tiles() -> dict[str, Array]:
     return tiles_of(read_lines(TILES_FILE), len(table().configs))
 
 
-def described(
-    problem: Problem, device: Device, known: Mapping[str, Array], rows: Rows
-) -> NDArray[np.float64]:
+def described(problem: Problem, device: Device, known: Columns, rows: Rows) -> Floats:
     """Return what the tiles of the plans `rows` mean for `problem`, as columns ``TILE_NAMES``."""
     tile = {name: values[rows] for name, values in known.items()}
     found = np.zeros((len(rows), len(TILE_NAMES)))
@@ -80,9 +78,7 @@ def described(
     return found
 
 
-def _columns(
-    p: Problem, device: Device, tile: Mapping[str, Array]
-) -> list[NDArray[np.float64] | Array]:
+def _columns(p: Problem, device: Device, tile: Columns) -> list[Floats | Array]:
     rows, columns, terms = product(p)
     height, width, depth = (tile[name] for name in TILE_FIELDS[:3])
     blocks = -(-rows // height) * -(-columns // width) * p.groups
@@ -152,7 +148,7 @@ class CudnnPlans:
     def configs(self) -> NDArray[np.void]:
         return table().configs
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: Problem, device: Device) -> Mask:
         """Return the plans that cuDNN has offered for problems of the same kind.
 
         None computes the gradients of filter and bias together, and inexact engines are left out.
@@ -167,8 +163,8 @@ class CudnnPlans:
         may_differ = problem.direction == "wgrad" and not problem.deterministic
         return offered if may_differ else offered & plans.notes["repeatable"]
 
-    def listed(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        mask: NDArray[np.bool_] = self.legal(problem, device).copy()
+    def listed(self, problem: Problem, device: Device) -> Mask:
+        mask: Mask = self.legal(problem, device).copy()
         if not mask.any():
             return mask
         from confpred.cudnn.plans import Graph, release
@@ -182,18 +178,18 @@ class CudnnPlans:
             mask[row] = graph.place(self._dict(row)) is not None
         return mask
 
-    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> Mask:
         """Return the plans within `limits`; a workspace is limited when the plan is built."""
         notes = table().notes
         core = notes["tensor_core"][rows] & (problem.dtype == "float32")
-        mask: NDArray[np.bool_] = notes["repeatable"][rows] | (not limits.deterministic)
+        mask: Mask = notes["repeatable"][rows] | (not limits.deterministic)
         mask &= ~core | limits.tf32
         if limits.max_error is None:
             return mask
         exact, rounded = (largest_error(problem, tf32=tf32) for tf32 in (False, True))
         return mask & (np.where(core, rounded, exact) <= limits.max_error)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> Floats:
         return np.full(len(rows), _GUESS * device.roofline_s(problem))
 
     def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:

@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -321,29 +320,6 @@ class Graph:
         graph.validate()
         graph.build_operation_graph()
         return graph
-
-
-def notes_of(problem: Problem, device: Device) -> dict[str, tuple[bool, bool]]:
-    """Return of each plan that is offered for `problem`, by name, whether it computes on tensor
-    cores, and whether it gives the same bits each time."""
-    notes = front_end().numerical_note
-    every = Graph.without_gpu(problem, device)
-    plain = _left(problem, device, notes.TENSOR_CORE)
-    repeatable = _left(problem, device, notes.NONDETERMINISTIC)
-    return {name: (name not in plain, name in repeatable) for name in every.places()}
-
-
-def _left(problem: Problem, device: Device, note: Any) -> set[str]:
-    """Return the plans without this note."""
-    graph = Graph.without_gpu(problem, device)
-    graph.graph.deselect_numeric_notes([note])
-    left = set()
-    for name, index in graph.places().items():
-        # One that is deselected is refused.
-        with suppress(RuntimeError, front_end().cudnnGraphNotSupportedError):
-            graph.graph.build_plan_at_index(index)
-            left.add(name)
-    return left
 
 
 #: Activations as cuDNN's graphs have them.

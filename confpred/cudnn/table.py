@@ -18,7 +18,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import ABSENT
+from confpred.families.protocol import ABSENT, Mask
 from confpred.families.table import config_table
 from confpred.problem.conv2d import Problem
 
@@ -64,8 +64,8 @@ class Table:
     """
 
     configs: NDArray[np.void]
-    notes: Mapping[str, NDArray[np.bool_]]
-    kinds: Mapping[str, NDArray[np.bool_]]
+    notes: Mapping[str, Mask]
+    kinds: Mapping[str, Mask]
 
 
 def kind_of(problem: Problem) -> str:
@@ -110,7 +110,7 @@ def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
     alike: dict[str, list[int]] = {}  # many plans are offered for the same kinds
     for row, line in enumerate(lines):
         alike.setdefault(line[KINDS], []).append(row)
-    kinds: dict[str, NDArray[np.bool_]] = {}
+    kinds: dict[str, Mask] = {}
     for text, rows in alike.items():
         for kind in text.split("|"):
             if kind not in kinds:

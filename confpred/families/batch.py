@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import Rows
+from confpred.families.protocol import Mask, Rows
 from confpred.problem.record import Record
 
 _Found = TypeVar("_Found")
@@ -83,7 +83,7 @@ class ProblemBatch:
         chosen: Any = which if at is None else (which[self.index], at)
         return picked(_rows_of([*distinct.values()]), chosen)
 
-    def pairs(self, rows: Rows, kept: NDArray[np.bool_]) -> tuple[ProblemBatch, Rows]:
+    def pairs(self, rows: Rows, kept: Mask) -> tuple[ProblemBatch, Rows]:
         """Return the rows that are `kept`; where there are several problems, the pairs of one of
         them and a row, those of a problem together and in the order of `rows`.
 

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families.protocol import Array
-from confpred.problem.conv2d import ACTIVATIONS, Problem, dtype_macro
+from confpred.families.protocol import Array, Floats, Mask
+from confpred.problem.activation import ACTIVATIONS, activation_macro
+from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Step
 
 _Count = TypeVar("_Count", int, Array)
-_Floats = NDArray[np.float64]
 
 MAX_REGISTERS = 255  # a thread cannot have more
 #: Kernels hardly spill up to this many estimated registers of a thread. It is less than
@@ -51,11 +51,8 @@ def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, in
 
 def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
     """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
-    return macros(
-        ACTIVATION=f"ACTIVATION_{problem.activation.upper()}",
-        HAS_BIAS=int(problem.bias),
-        HAS_RESIDUAL=int(problem.residual),
-    )
+    flags = macros(HAS_BIAS=int(problem.bias), HAS_RESIDUAL=int(problem.residual))
+    return (activation_macro(problem.activation), *flags)
 
 
 def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
@@ -142,12 +139,12 @@ def largest(*values: Any) -> Any:
     return reduce(np.maximum, values)
 
 
-def allowed(reduction: Array, problem: Any) -> NDArray[np.bool_]:
+def allowed(reduction: Array, problem: Any) -> Mask:
     """Which ways to add up sums serve a `problem` that may have to be deterministic."""
     return (reduction != ATOMIC) | np.logical_not(problem.deterministic)
 
 
-def distinct_bands(size: int, bands: Array) -> NDArray[np.bool_]:
+def distinct_bands(size: int, bands: Array) -> Mask:
     """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
     band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
@@ -174,10 +171,10 @@ class Occupancy:
     threads: Array
     blocks: Array
     per_sm: Array
-    sm_blocks: NDArray[np.float64]
-    waves: NDArray[np.float64]
-    wave_waste: NDArray[np.float64]
-    resident: NDArray[np.float64]
+    sm_blocks: Floats
+    waves: Floats
+    wave_waste: Floats
+    resident: Floats
 
     @classmethod
     def of(
@@ -203,7 +200,7 @@ class Occupancy:
         )
 
     @property
-    def rounds(self) -> NDArray[np.float64]:
+    def rounds(self) -> Floats:
         """How often the multiprocessor with the most blocks is filled; a fraction."""
         return self.sm_blocks / np.minimum(self.sm_blocks, self.per_sm)
 
@@ -295,36 +292,36 @@ GROUPED_ADDING_PASSES = np.array((0.0, 2.0, 1.0, 1.0))
 LAST_BLOCK_BYTES_PER_S = 50e9
 
 
-def memory_s(moved: int, device: Device, in_flight: Any) -> _Floats:
+def memory_s(moved: int, device: Device, in_flight: Any) -> Floats:
     """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
     way; too few of them bound the rate."""
     rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
     return moved / rate
 
 
-def l2_s(loaded: Any, device: Device) -> _Floats:
+def l2_s(loaded: Any, device: Device) -> Floats:
     """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
     return loaded / (L2_RATE * device.dram_bytes_per_s)
 
 
-def products_s(products: Any, device: Device) -> _Floats:
+def products_s(products: Any, device: Device) -> Floats:
     """Time of the tensor cores for so many `products` of them."""
     return products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
 
 
-def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> _Floats:
+def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> Floats:
     """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
     two operations."""
     return instructions / (issued * device.simt_flops / 2)
 
 
-def waves_s(waves: _Floats, wave_s: float, steps: Any, step_s: float) -> _Floats:
+def waves_s(waves: Floats, wave_s: float, steps: Any, step_s: float) -> Floats:
     """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
     blocks."""
     return np.ceil(waves) * (wave_s + steps * step_s)
 
 
-def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> _Floats:
+def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> Floats:
     """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
     that the first one has written; atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +16,10 @@ from confpred.problem.operation import Launch, Operation
 
 Rows = NDArray[np.intp]
 Array = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+#: Fields of some configs by name.
+Columns = Mapping[str, Array]
 #: The value of a field that a config does not have.
 ABSENT = -2
 #: The provider that calls PyTorch's own operator.
@@ -61,11 +66,11 @@ class Family(Protocol):
     @property
     def feature_names(self) -> tuple[str, ...]: ...
 
-    def legal(self, problem: Any, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: Any, device: Device) -> Mask:
         """Which rows of `configs` compute `problem` correctly on `device`; all False if none."""
         ...
 
-    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float64]:
+    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> Floats:
         """Seconds that an analytic model expects of each row; used where no model is trained."""
         ...
 
@@ -123,7 +128,7 @@ class LibraryFamily(Protocol):
     takes no library; one that it does not offer for the very problem cannot be launched.
     """
 
-    def listed(self, problem: Any, device: Device) -> NDArray[np.bool_]:
+    def listed(self, problem: Any, device: Device) -> Mask:
         """Which rows of `configs` the library that is installed here offers for `problem`.
 
         Raises:
@@ -160,7 +165,7 @@ class Bounded(Protocol):
     """A family that says itself which of its configs keep within limits: one whose launches take
     long to lay out, do not tell, or are less exact than PyTorch's own operator."""
 
-    def allowed(self, problem: Any, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
+    def allowed(self, problem: Any, rows: Rows, limits: Limits) -> Mask:
         """Return a mask over `rows`, which are legal for `problem`."""
         ...
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from confpred.concurrency import Recent
 from confpred.families.batch import ProblemBatch, Workings, picked
 from confpred.families.common import kernel_step, problem_features
-from confpred.families.protocol import Array, Family, Rows
+from confpred.families.protocol import Array, Columns, Family, Floats, Mask, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Step
@@ -66,7 +66,7 @@ class Table:
     """
 
     rows: Rows
-    columns: Mapping[str, Array]
+    columns: Columns
     kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
     known: Recent[tuple[Any, ...], Any] = field(default_factory=lambda: Recent(_KEPT))
 
@@ -80,9 +80,7 @@ class Table:
         """Return the fields of some of its rows, which are counted from 0."""
         return {name: column[places] for name, column in self.columns.items()}
 
-    def by(
-        self, names: tuple[str, ...], rule: Callable[[Mapping[str, Array]], NDArray[np.bool_]]
-    ) -> NDArray[np.bool_]:
+    def by(self, names: tuple[str, ...], rule: Callable[[Columns], Mask]) -> Mask:
         """Return a `rule` of the fields `names` for each row. It is asked once for
         all rows that have the same, of which there are few kinds."""
         if names not in self.kinds:
@@ -90,7 +88,7 @@ class Table:
             kinds, of_row = np.unique(values, axis=1, return_inverse=True)
             self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
         t, of_row = self.kinds[names]
-        found: NDArray[np.bool_] = rule(t)[..., of_row]
+        found: Mask = rule(t)[..., of_row]
         return found
 
     def kept(self, find: Callable[..., _Found], *asked: Hashable) -> _Found:
@@ -111,7 +109,7 @@ class Tabled(ABC):
 
     Attributes:
         name, configs, feature_names: as of a `Family`.
-        whole: its whole config table.
+        whole: its whole config table, of all directions of the kernel.
         kernel: the kernel's name, and its file's without ``.cu``.
         direction: of its problems.
         operands: the kernel's pointers, in its order.
@@ -123,6 +121,10 @@ class Tabled(ABC):
     whole: Table
     kernel: str
     shared_features: tuple[str, ...]
+
+    def __init_subclass__(cls) -> None:
+        if "configs" in vars(cls):
+            cls.whole = Table.of(cls.configs)
 
     def __init__(
         self,
@@ -143,25 +145,21 @@ class Tabled(ABC):
         """Return whether the kernel computes layers such as `problem`, of its direction."""
 
     @abstractmethod
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         """Return the rows of `table` that keep the cheap rules, so that most need no others."""
 
     @abstractmethod
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         """Return what rules, features and launches need: how configs cut the problem and, if that
         is not known before (`Shaped`), their resources and work. The kernel works some of this out
         from its macros too, and asserts that both agree (see `launch`)."""
 
     @abstractmethod
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         """Return which of the rows left by `_first`, whose `_cut` is `w`, are legal."""
 
     @abstractmethod
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Return the features that are neither in the workings `w` nor fields nor the problem's, or
         take the place of one of these; and ``estimate`` in seconds."""
 
@@ -183,13 +181,13 @@ class Tabled(ABC):
         problem, at = problem.pairs(at, legal)
         return problem, at, self._completed(picked(cut, legal), problem, table, at)
 
-    def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: Problem, device: Device) -> Mask:
         legal = np.zeros(len(self.configs), np.bool_)
         if self.serves(problem):
             legal[self.offered(problem, device, self.whole)[1]] = True
         return legal
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float64]:
+    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> Floats:
         together = _batch(problem)
         workings = self._workings(together, self.whole, rows)
         return self._derived(together, device, self.whole.at(rows), workings)["estimate"]
@@ -243,8 +241,8 @@ class Shaped(Tabled):
         """Return the resources and the work of a block, arrays over all rows of `table`, and which
         of them keep the rules that need no more: ``fits``."""
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
-        def fits(p: Problem) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+        def fits(p: Problem) -> Mask:
             shape = self._shape(p, table)
             return shape.fits & (shape.smem_bytes <= device.smem_per_block)
 
@@ -261,7 +259,7 @@ def _batch(problem: Any) -> ProblemBatch:
 
 def legal_among(
     family: Family, problems: Sequence[Any], rows: Sequence[Rows], device: Device
-) -> list[NDArray[np.bool_]]:
+) -> list[Mask]:
     """Return which of the `rows` of each problem `Family.legal` has, in a third of its time where
     they are few of a large table."""
     if not isinstance(family, Tabled):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
+from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("float16", "bfloat16", "float32")
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "relu6", "hardswish")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "direction": DIRECTIONS,
@@ -254,6 +254,12 @@ class Kind(NamedTuple):
 
 
 _THREADS = 256
+#: Outputs and inputs of each direction.
+_OPERANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "fprop": (("out",), ("in", "filter", "bias", "residual")),
+    "dgrad": (("in_grad",), ("out_grad", "filter")),
+    "wgrad": (("filter_grad", "bias_grad"), ("out_grad", "in")),
+}
 #: Arguments of the reference's kernels, in their order.
 _SIZES = "n c h w k r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w groups"
 #: Into how many parts the reference cuts the pixels that a filter element's gradient sums over.
@@ -288,26 +294,20 @@ class Convolution:
     )  # fmt: skip
 
     def operands(self, problem: Problem) -> tuple[Operand, ...]:
-        p, taps = problem, problem.r * problem.s
-        image, output = (p.n, p.h, p.w, p.c), (p.n, p.p, p.q, p.k)
-        filters, channels = (p.k, p.r, p.s, p.group_width), (p.k,)
-
-        def operands(terms: int, outputs: Any, inputs: Any) -> tuple[Operand, ...]:
-            found = [(name, shape, terms) for name, shape in outputs.items()]
-            found += [(name, shape, 0) for name, shape in inputs.items()]
-            return tuple(Operand(name, shape, p.dtype, terms) for name, shape, terms in found)
-
-        if p.direction == "fprop":
-            inputs: dict[str, tuple[int, ...]] = {"in": image, "filter": filters}
-            inputs |= {"bias": channels} if p.bias else {}
-            inputs |= {"residual": output} if p.residual else {}
-            return operands(taps * p.group_width, {"out": output}, inputs)
-        if p.direction == "dgrad":
-            inputs = {"out_grad": output, "filter": filters}
-            return operands(taps * (p.k // p.groups), {"in_grad": image}, inputs)
-        outputs: dict[str, tuple[int, ...]] = {"filter_grad": filters}
-        outputs |= {"bias_grad": channels} if p.bias else {}
-        return operands(p.n * p.p * p.q, outputs, {"out_grad": output, "in": image})
+        p, (outputs, inputs) = problem, _OPERANDS[problem.direction]
+        shapes: dict[str, tuple[int, ...]] = {
+            "in": (p.n, p.h, p.w, p.c),
+            "out": (p.n, p.p, p.q, p.k),
+            "filter": (p.k, p.r, p.s, p.group_width),
+        }
+        shapes |= {"bias": (p.k,)} if p.bias else {}
+        shapes |= {"residual": shapes["out"]} if p.residual else {}
+        terms = product(p)[2]
+        return tuple(
+            Operand(name, shapes[tensor], p.dtype, terms if name in outputs else 0)
+            for name in (*outputs, *inputs)
+            if (tensor := name.removesuffix("_grad")) in shapes
+        )
 
     def features(self, problem: Problem, device: Device) -> NDArray[np.float32]:
         """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64, as
@@ -327,12 +327,9 @@ class Convolution:
 
     def reference(self, problem: Problem, output: str) -> Step:
         p = problem
-        inputs, elements, slices = {
-            "out": (("in", "filter", "bias", "residual"), p.output_elements, 1),
-            "in_grad": (("out_grad", "filter"), p.input_elements, 1),
-            "filter_grad": (("out_grad", "in"), p.filter_elements, _SLICES),
-            "bias_grad": (("out_grad",), p.k, _SLICES),
-        }[output]
+        inputs = ("out_grad",) if output == "bias_grad" else _OPERANDS[p.direction][1]
+        (elements,) = (o.elements for o in self.operands(p) if o.name == output)
+        slices = _SLICES if p.direction == "wgrad" else 1
         source, grid = "reference", (-(-elements // _THREADS), slices, 1)
         if p.groups == 1 and output != "bias_grad":
             rows, columns, terms = product(p)
@@ -340,12 +337,16 @@ class Convolution:
             slices = min(-(-_BLOCKS // (tiles[0] * tiles[1])), -(-terms // _TILE))
             source, grid = "reference_dense", (*tiles, slices if output == "filter_grad" else 1)
         return Step(
-            KernelSpec(f"{source}.cu", f"{source}_{output}", (dtype_macro(p),)),
+            KernelSpec(
+                f"{source}.cu",
+                f"{source}_{output}",
+                (dtype_macro(p), activation_macro(p.activation)),
+            ),
             grid=grid,
             block=(_THREADS, 1, 1),
             smem_bytes=0,
             operands=(REFERENCE, *inputs),
-            scalars=kernel_sizes(p, _SIZES) | {"activation": ACTIVATIONS.index(p.activation)},
+            scalars=kernel_sizes(p, _SIZES),
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -359,7 +360,7 @@ class Convolution:
             out = F.conv2d(t["in"], t["filter"], t.get("bias"), *sizes)
             if p.residual:
                 out = out + t["residual"]
-            return out if p.activation == "none" else getattr(F, p.activation)(out)
+            return activated(p.activation, out)
         # The operator reads only the sizes of the operand whose gradient is asked for.
         shapes = {"in": (p.n, p.h, p.w, p.c), "filter": (p.k, p.r, p.s, p.group_width)}
         x, weight = (
@@ -392,11 +393,6 @@ def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
 def dtype_macro(problem: Record) -> tuple[str, str]:
     """``DTYPE``, as ``kernels/common.cuh`` knows it."""
     return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
-
-
-def activation_macro(activation: str) -> tuple[str, str]:
-    """``ACTIVATION``, as ``kernels/common.cuh`` knows it."""
-    return "ACTIVATION", f"ACTIVATION_{activation.upper()}"
 
 
 CONVOLUTION = Convolution()

@@ -17,6 +17,13 @@ ORDINARY_ERROR: Mapping[str, float] = {"float16": 5e-4, "bfloat16": 4e-3, "float
 #: The same where float32 inputs are rounded to TF32.
 TF32_ERROR = 6e-4
 _MOST_BYTES = 2**63 - 1
+#: JSON schema of each limit.
+SCHEMA: Mapping[str, Mapping[str, Any]] = {
+    "workspace_bytes": {"type": ["integer", "null"], "minimum": 0, "maximum": _MOST_BYTES},
+    "deterministic": {"type": "boolean", "default": False},
+    "tf32": {"type": "boolean", "default": True},
+    "max_error": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)

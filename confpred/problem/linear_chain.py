@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES, activation_macro, dtype_macro
+from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
+from confpred.problem.conv2d import DTYPES, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.precision import matmul_tf32
@@ -167,9 +168,7 @@ class LinearChains:
         with matmul_tf32(problem.tf32):
             for index in range(problem.layers):
                 x = F.linear(x, tensors[f"weight{index}"], tensors.get(f"bias{index}"))
-                activation = problem.activated(index)
-                if activation != "none":
-                    x = getattr(F, activation)(x)
+                x = activated(problem.activated(index), x)
         return x
 
 

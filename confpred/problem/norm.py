@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES, activation_macro, dtype_macro
+from confpred.problem.activation import (
+    ACTIVATIONS,
+    activated,
+    activation_macro,
+    argument_grad,
+    saved_of,
+)
+from confpred.problem.conv2d import DTYPES, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
@@ -86,6 +93,11 @@ class BatchNorm(Record):
     @property
     def is_backward(self) -> bool:
         return self.direction == "backward"
+
+    @property
+    def statistics(self) -> tuple[str, str]:
+        """Operands from which a normalised value is computed."""
+        return ("running_mean", "running_var") if self.frozen else ("mean", "invstd")
 
     @property
     def tensor_bytes(self) -> int:
@@ -164,7 +176,7 @@ class BatchNorms:
         eps = Operand("eps", (1,), "float32", scale=0.0, center=EPS)
         if p.is_backward:
             gradients = tuple(f"{name}_grad" for name in ("in", *more))
-            saved = [*running, eps] if p.frozen else vectors(("mean", "invstd"))
+            saved = [*running, eps] if p.frozen else vectors(p.statistics)
             return (
                 *images(gradients, p.rows),
                 *vectors(tuple(f"{name}_grad" for name in affine), p.rows),
@@ -201,8 +213,7 @@ class BatchNorms:
         inputs: tuple[str, ...] = ("in", "weight", "bias", "residual", "running_mean")
         inputs = (*inputs, "running_var", "eps", "momentum")
         if p.is_backward:
-            saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
-            inputs = ("out_grad", "in", "weight", "bias", "residual", *saved, "eps")
+            inputs = ("out_grad", "in", "weight", "bias", "residual", *p.statistics, "eps")
         entry = f"reference_batch_norm{'_backward' if p.is_backward else ''}"
         defines = (dtype_macro(p), activation_macro(p.activation), ("FROZEN", int(p.frozen)))
         return Step(
@@ -229,9 +240,8 @@ class BatchNorms:
         )
         if p.residual:
             out = out + _image(t["residual"])
-        after = _activated(p, out)
-        saved = after if p.activation == "relu" else out  # as autograd keeps them
-        t |= {"argument": saved, "saved_mean": mean, "saved_invstd": deviation, "reserve": reserve}
+        saved = saved_of(p.activation, out)
+        t |= {"saved": saved, "saved_mean": mean, "saved_invstd": deviation, "reserve": reserve}
         return t | {"implementation": torch.tensor(used)}
 
     def pytorch(self, problem: BatchNorm, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -246,9 +256,9 @@ class BatchNorms:
                 _image(t["in"]), t["running_mean"], t["running_var"], t.get("weight"),
                 t.get("bias"), not p.frozen, MOMENTUM, EPS,
             )  # fmt: skip
-            return _activated(p, out + _image(t["residual"]) if p.residual else out)
-        t = t if "argument" in t else self.prepared(p, t)
-        grad = _activation_grad(p, _image(t["out_grad"]), t["argument"])
+            return activated(p.activation, out + _image(t["residual"]) if p.residual else out)
+        t = t if "saved" in t else self.prepared(p, t)
+        grad = argument_grad(p.activation, _image(t["out_grad"]), t["saved"])
         found = torch.ops.aten._batch_norm_impl_index_backward(
             int(t["implementation"]), _image(t["in"]), grad, t.get("weight"),
             t.get("running_mean"), t.get("running_var"), t["saved_mean"], t["saved_invstd"],
@@ -266,27 +276,6 @@ _OUTPUTS = (
 
 def _image(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 3, 1, 2)
-
-
-def _activated(problem: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F
-
-    name = problem.activation
-    return x if name == "none" else getattr(F, name)(x)
-
-
-def _activation_grad(problem: BatchNorm, grad: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """Return the gradient before the activation, as autograd computes it."""
-    import torch
-
-    if problem.activation == "none":
-        return grad
-    name, *bounds = {
-        "relu": ("threshold_backward", 0),
-        "relu6": ("hardtanh_backward", 0.0, 6.0),
-    }.get(problem.activation, (f"{problem.activation}_backward",))
-    found: torch.Tensor = getattr(torch.ops.aten, str(name))(grad, saved, *bounds)
-    return found
 
 
 BATCH_NORM = BatchNorms()

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from confpred import products as chains
 from confpred.families.protocol import Rows
 from confpred.families.table import config_table
-from confpred.problem.conv2d import activation_macro, dtype_macro
+from confpred.problem.activation import activation_macro
+from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View

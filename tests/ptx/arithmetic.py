@@ -51,6 +51,18 @@ def _fma(a: Values, b: Values, c: Values) -> Values:
     return np.asarray(a, np.float64) * b + c  # rounded once, when it is written
 
 
+def _fused(modifiers: list[str], operands: list[str]) -> Step:
+    if modifiers != ["rm", "f32"]:
+        return _simple(_fma)(modifiers, operands)
+
+    def down(a: Values, b: Values, c: Values) -> Values:
+        exact = _fma(a, b, c)
+        near = exact.astype(np.float32)
+        return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
+
+    return _of(down)(["f32"], operands)
+
+
 def _quotient(a: Values, b: Values) -> Values:
     if np.issubdtype(a.dtype, np.floating):
         return a / b
@@ -256,10 +268,20 @@ def half_values(bits: Values, kind: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
 
 
+#: Changes of a value by a conversion, beside that of its type.
+_CHANGES: dict[str, Callable[[Values], Values]] = {
+    "rni": np.rint,
+    "rzi": np.trunc,
+    "rmi": np.floor,
+    "rpi": np.ceil,
+    "sat": lambda x: np.fmin(np.fmax(x, np.float32(0)), np.float32(1)),  # 0 for NaN
+}
+
+
 def _convert(modifiers: list[str], operands: list[str]) -> Step:
     *how, to, source = modifiers
-    rounding = [m for m in how if m in ("rni", "rzi", "rmi", "rpi")]
-    if [m for m in how if m not in rounding]:
+    changes = [_CHANGES[m] for m in how if m in _CHANGES]
+    if len(changes) < len(how) or ("sat" in how and not to == source == "f32"):
         return refuse(modifiers)
 
     def step(machine: Machine, lanes: Lanes) -> None:
@@ -278,10 +300,8 @@ def _convert(modifiers: list[str], operands: list[str]) -> Step:
             if to in ("f16", "bf16"):
                 result = _half_bits(value, to)
             else:
-                if rounding:
-                    value = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
-                        rounding[0]
-                    ](value)
+                for change in changes:
+                    value = change(value)
                 result = np.asarray(value).astype(numpy_type(to))
         size = SIZES[machine.kernel.registers[operands[0]]]
         if result.dtype.itemsize < size:  # a narrow result is widened by its sign
@@ -296,7 +316,7 @@ ARITHMETIC: dict[str, Maker] = {
     "sub": _simple(lambda a, b: a - b),
     "mul": _product,
     "mad": _product,
-    "fma": _simple(_fma),
+    "fma": _fused,
     "div": _simple(_quotient),
     "rem": _simple(_remainder),
     "min": _simple(np.fmin),

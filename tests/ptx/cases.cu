@@ -117,6 +117,8 @@ extern "C" __global__ void operations(u32* out, const u32* in) {
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(a), "r"(b), "r"(tid * 0x01010101)); RECORD;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(static_cast<int>(a) * 1e-7f), "f"(b * 1e-9f)); RECORD;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(static_cast<int>(a) * 1e-7f), "f"(b * 1e-9f)); RECORD;
+    asm("cvt.sat.f32.f32 %0, %1;" : "=r"(d) : "f"(static_cast<int>(a) * 1e-9f)); RECORD;
+    asm("fma.rm.f32 %0, %1, %2, %3;" : "=r"(d) : "f"(static_cast<int>(a) * 1e-7f), "f"(b * 1e-9f), "f"(12582912.0f)); RECORD;
     d = __shfl_xor_sync(0xffffffff, a, 5); RECORD;
     d = __shfl_up_sync(0xffffffff, a, 3); RECORD;
     d = __shfl_down_sync(0xffffffff, a, 3, 8); RECORD;

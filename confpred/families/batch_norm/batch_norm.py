@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Rows
+from confpred.families.protocol import Array, Floats, Mask, Rows
 from confpred.families.table import config_columns, config_table
-from confpred.problem.conv2d import activation_macro, dtype_macro
+from confpred.problem.activation import activation_macro
+from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import BATCH_NORM, BatchNorm
@@ -35,7 +36,6 @@ STREAM_BYTES = 2**25
 _L2_SHARE = 0.6
 #: Times of a grid's barrier, and of a ticket and the sums of the splits.
 _MEET_S, _TICKET_S = 3e-6, 2e-6
-_LAYOUT = ("rows", "channels", "lanes", "tiles", "at_once", "steps", "splits")
 _STATISTICS = (
     "mean", "invstd", "new_running_mean", "new_running_var", "running_mean", "running_var", "eps",
     "momentum",
@@ -81,7 +81,7 @@ class _Passes(ABC):
         t["sum_bytes"] = (2 * t["vector"] + 1) * (t["threads"] // 2) * 4
         return t
 
-    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> NDArray[np.bool_]:
+    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> Mask:
         """Return the rule that both families have."""
         size, c = problem.itemsize, problem.c
         widest = min(_ACCESS_BYTES // size, c & -c)  # that divides the channels
@@ -89,7 +89,7 @@ class _Passes(ABC):
         unrolls = np.zeros(len(t["vector"]), np.bool_)
         for width, counts in _UNROLLS.items():
             unrolls |= (t["vector_bytes"] == width) & np.isin(t["unroll"], counts)
-        legal: NDArray[np.bool_] = (
+        legal: Mask = (
             ((t["vector"] == widest) | (t["vector"] == halved))
             & unrolls
             & (t["used_lanes"] <= t["threads"])
@@ -101,7 +101,7 @@ class _Passes(ABC):
         return legal & (problem.direction == self.direction)
 
     @abstractmethod
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]: ...
+    def legal(self, problem: BatchNorm, device: Device) -> Mask: ...
 
     def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread of the launch that has more of them."""
@@ -117,7 +117,7 @@ class _Passes(ABC):
         kept = self._kept(problem, t) * _step_bytes(problem, t)
         return t["sum_bytes"] + kept
 
-    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float64]:
+    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> Floats:
         return self._derived(problem, device, rows)["estimate"]
 
     def features(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float32]:
@@ -264,7 +264,7 @@ class TwoPass(_Passes):
         ),
     )
 
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: BatchNorm, device: Device) -> Mask:
         t = self._layout(problem)
         return self._shared(problem, t) & (t["sum_bytes"] <= device.smem_per_block)
 
@@ -274,21 +274,19 @@ class TwoPass(_Passes):
     def launch(self, problem: BatchNorm, row: int) -> Launch:
         p, t, file = problem, self._one(problem, row), "batch_norm"
         if not p.is_backward:
-            saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
             apply = _step(
                 p, t, (file, "batch_norm_apply"),
-                ("out", "in", "weight", "bias", "residual", *saved, "eps"),
+                ("out", "in", "weight", "bias", "residual", *p.statistics, "eps"),
             )  # fmt: skip
             statistics = _step(
                 p, t, (file, "batch_norm_statistics"), ("in", *_STATISTICS, ZEROED, SCRATCH),
                 activation="none", residual=False,
             )  # fmt: skip
             return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
-        saved = ("running_mean", "running_var") if p.frozen else ("mean", "invstd")
         sums = _step(
             p, t, (file, "batch_norm_sums"),
             ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
-             "bias", "residual", *saved, "eps", ZEROED, SCRATCH),
+             "bias", "residual", *p.statistics, "eps", ZEROED, SCRATCH),
         )  # fmt: skip
         gradient = _step(
             p, t, (file, "batch_norm_gradient"),
@@ -322,7 +320,7 @@ class OnePass(_Passes):
         ),
     )
 
-    def legal(self, problem: BatchNorm, device: Device) -> NDArray[np.bool_]:
+    def legal(self, problem: BatchNorm, device: Device) -> Mask:
         t = self._layout(problem)
         smem_bytes = self._smem_bytes(problem, t)
         needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)

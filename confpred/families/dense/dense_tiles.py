@@ -9,7 +9,6 @@ without dilation, float16 or bfloat16.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from confpred.families import common
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
@@ -69,8 +68,6 @@ def _config_table() -> NDArray[np.void]:
         rows.append((*tile, block_k, warps_m, warps_k, 1 if tiles == 1 else 2, tiles))
     return config_table(_FIELDS, rows)
 
-
-_CONFIGS = _config_table()
 
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "stride_h", "stride_w", "bfloat16",
@@ -134,8 +131,7 @@ def _out_channels(problem: Problem) -> int:
 class DenseTiles(Shaped):
     """One direction of ``kernels/dense_tiles.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "dense_tiles"
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
@@ -153,9 +149,7 @@ class DenseTiles(Shaped):
             and all(window == 1 or dilation == 1 for window, dilation in taps)
         )
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.each(_axes_of)
         return (
             (w.blocks <= common.MAX_INT)
@@ -173,7 +167,7 @@ class DenseTiles(Shaped):
             & ((t["tiles"] == 1) | (w.all_tiles >= 2 * t["tiles"]))
         )
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         rows, columns = problem.each(_axes_of)
         w.n_tiles = ceil_div(problem.n, t["block_n"])
@@ -213,9 +207,7 @@ class DenseTiles(Shaped):
         }
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each tile of a block."""

@@ -8,14 +8,13 @@ axis, any padding, and any of the dtypes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from confpred.families.common import ATOMIC, DIRECT, MAX_INT, TWO_KERNELS, ceil_div, sum_step
-from confpred.families.protocol import Array
+from confpred.families.protocol import Array, Columns, Mask
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Step
@@ -54,13 +53,13 @@ def _access(problem: Problem) -> tuple[int, bool]:
     return multiplier, odd or problem.r * problem.s > 64
 
 
-def accessible(vec: Array, problem: Any) -> NDArray[np.bool_]:
+def accessible(vec: Array, problem: Any) -> Mask:
     """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
     an odd count of channels, which leaves nothing else, and for large windows, which leave no
     registers for more. The output channels of a vector share one input channel, or fall into whole
     groups that each share one."""
     multiplier, narrow = problem.each(_access)
-    fits: NDArray[np.bool_] = (
+    fits: Mask = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)
         & ((vec % multiplier == 0) | (multiplier % vec == 0))
@@ -91,12 +90,12 @@ def lane_scalars(w: Any) -> dict[str, int]:
     return {"c_tiles": w.c_tiles, "lanes_c": w.lanes, "tiles_at_once": w.tiles_at_once}
 
 
-def worth_sharing(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
+def worth_sharing(t: Columns, w: Any, device: Device) -> Mask:
     """Which counts of blocks that share a channel's sums are worth it, by `share_lanes`: enough for
     half of the device, and no more than sixteen to a multiprocessor, as far as there are tiles for
     their threads; and the kernels can count them."""
     splits = t["splits"]
-    worth: NDArray[np.bool_] = (
+    worth: Mask = (
         (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= MAX_INT)
         & (
             (splits == 1)
@@ -107,13 +106,13 @@ def worth_sharing(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.
     return worth
 
 
-def distinct_lanes(vectors: Array, lanes_c: Array) -> NDArray[np.bool_]:
+def distinct_lanes(vectors: Array, lanes_c: Array) -> Mask:
     """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
     the smallest limit."""
     return (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
 
 
-def worth_loading_ahead(prefetch: Array, taps: int) -> NDArray[np.bool_]:
+def worth_loading_ahead(prefetch: Array, taps: int) -> Mask:
     """Which distances of loading ahead hide latency that the arithmetic of a window of `taps` does
     not hide already."""
     return (prefetch == 1) | (prefetch * taps <= 50)

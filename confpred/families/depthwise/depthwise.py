@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
@@ -93,14 +92,10 @@ def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
     return axes[0], axes[1]
 
 
-_CONFIGS = _config_table()
-
-
 class DepthwiseImage(Tabled):
     """One direction of ``kernels/depthwise.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise"
     kernel_fields = _COMPILED
     shared_features = _SHARED
@@ -108,7 +103,7 @@ class DepthwiseImage(Tabled):
     def _handles(self, problem: Problem) -> bool:
         return depthwise.handles(problem) and (self.direction == "fprop" or problem.k <= problem.c)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         vertical, horizontal = problem.each(_axes)
         taps, width = problem.r * problem.s, horizontal.size_out
         return (
@@ -133,9 +128,7 @@ class DepthwiseImage(Tabled):
             & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return (
             (w.in_x <= depthwise.MAX_COLUMNS)
             & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
@@ -174,7 +167,7 @@ class DepthwiseImage(Tabled):
         }
         return Launch((self._step(defines, w.blocks, w.block_threads, w.smem_bytes, scalars),))
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         down, across = problem.each(_axes)
         vec, tile_q = t["vec"], t["tile_q"]
@@ -216,9 +209,7 @@ class DepthwiseImage(Tabled):
         )
         return w
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the larger of two times, plus a latency for each wave and step: the
         time of device memory, whose rate is bounded where too little is in flight, and the time of
         the instructions of the multiprocessor with the most blocks."""

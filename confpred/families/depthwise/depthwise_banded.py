@@ -18,7 +18,6 @@ blocks win where registers allow them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.protocol import Array
+from confpred.families.protocol import Array, Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
@@ -63,9 +62,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
-
-
 def handles(problem: Problem) -> bool:
     """Whether `problem` is a layer that the kernels compute, whatever its direction."""
     return (
@@ -83,24 +79,24 @@ def handles(problem: Problem) -> bool:
 # configs.
 
 
-def threads_of(t: Mapping[str, Array]) -> Array:
+def threads_of(t: Columns) -> Array:
     """Threads of a block."""
     return t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
 
 
-def runs(t: Mapping[str, Array]) -> Array:
+def runs(t: Columns) -> Array:
     """Return the runs of a block."""
     return t["strips"] // t["run"]
 
 
-def items(t: Mapping[str, Array], columns: Array) -> Array:
+def items(t: Columns, columns: Array) -> Array:
     """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
     channels."""
     pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * ceil_div(columns, 2)
     return ceil_div(pairs, threads_of(t))
 
 
-def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
+def buffer_bytes(t: Columns, units: Array, spare: int) -> Array:
     """Bytes of shared memory for the rows of a step: `units` eights of columns for each run and, if
     strips are idle, one eight more for each of them and `spare` others."""
     pitch = np.where(t["run"] == 1, units | 1, units)
@@ -109,19 +105,19 @@ def buffer_bytes(t: Mapping[str, Array], units: Array, spare: int) -> Array:
     return t["rows"] * (t["block_c"] * 16 * eights + 128)
 
 
-def stage_bytes(t: Mapping[str, Array], copied: Array) -> Array:
+def stage_bytes(t: Columns, copied: Array) -> Array:
     """Bytes of shared memory for what is copied ahead: `copied` items of each thread and step."""
     return t["stages"] * copied * threads_of(t) * 32
 
 
-def most_registers(t: Mapping[str, Array]) -> Array:
+def most_registers(t: Columns) -> Array:
     """Return the registers that a thread can have if a multiprocessor is to hold ``min_blocks``
     blocks."""
     share = Device.regs_per_sm // (threads_of(t) * t["min_blocks"]) // 8 * 8
     return np.minimum(share, common.MAX_REGISTERS)
 
 
-def fits(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
+def fits(t: Columns, w: Any, device: Device) -> Mask:
     """Which configs, of blocks `w`, a multiprocessor has room for, with as many blocks as each of
     them asks for.
 
@@ -139,7 +135,7 @@ def fits(t: Mapping[str, Array], w: Any, device: Device) -> NDArray[np.bool_]:
     )
 
 
-def block(t: Mapping[str, Array], s: int) -> Any:
+def block(t: Columns, s: int) -> Any:
     """Return the workings of a block for windows of width `s`: its threads, the input columns of a
     run, and what a step copies."""
     w: Any = Workings()
@@ -155,7 +151,7 @@ def _padded_image(problem: Problem) -> int:
     return p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)
 
 
-def cut(problem: Any, t: Mapping[str, Array], height: Any, width: Any) -> Any:
+def cut(problem: Any, t: Columns, height: Any, width: Any) -> Any:
     """Return the workings of how configs cut an image of this `height` and `width`."""
     w: Any = Workings()
     w.runs = runs(t)  # of a block
@@ -167,7 +163,7 @@ def cut(problem: Any, t: Mapping[str, Array], height: Any, width: Any) -> Any:
     return w
 
 
-def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool_]:
+def suited(t: Columns, channels: Any, width: Any) -> Mask:
     """Which kernels are not meant for a larger layer: a block has less than twice the layer's
     `channels`, or the fewest that there are, and at most a quarter more columns are computed than
     the `width` that is cut into runs. Larger blocks do the work of smaller ones, only more slowly.
@@ -178,7 +174,7 @@ def suited(t: Mapping[str, Array], channels: Any, width: Any) -> NDArray[np.bool
     )
 
 
-def rules(problem: Any, t: Mapping[str, Array], w: Any, splits: Any = 1) -> NDArray[np.bool_]:
+def rules(problem: Any, t: Columns, w: Any, splits: Any = 1) -> Mask:
     """Which configs can count the offsets from a block's first image in 32 bits, padding included,
     and are less than twice as large as what they cover, or the smallest."""
     images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
@@ -190,9 +186,7 @@ def rules(problem: Any, t: Mapping[str, Array], w: Any, splits: Any = 1) -> NDAr
     )
 
 
-def features(
-    problem: Any, t: Mapping[str, Array], w: Any, width: Any, walked: Any
-) -> dict[str, Any]:
+def features(problem: Any, t: Columns, w: Any, width: Any, walked: Any) -> dict[str, Any]:
     """Return features of the cut; a block walks over `walked` input rows of a band."""
     return {
         "q_waste": w.q_tiles * t["run"] * 8 / width,
@@ -247,7 +241,7 @@ class Banded(Shaped):
     def _shape(self, problem: Problem, table: Table) -> Workings:
         return table.kept(self._block, problem.r, problem.s, problem.bias, problem.residual)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         height, width = self._walked(problem)
         return (
             table.by(("block_c", "run"), lambda t: suited(t, problem.c, width))
@@ -259,8 +253,7 @@ class Banded(Shaped):
 class DepthwiseBanded(Banded):
     """One direction of ``kernels/depthwise_banded.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_banded"
     shared_features = _SHARED
 
@@ -271,9 +264,7 @@ class DepthwiseBanded(Banded):
         height, width = problem.each(common.image_sizes)[1]
         return height, width
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return rules(problem, t, w)
 
     def launch(self, problem: Problem, row: int) -> Launch:
@@ -294,7 +285,7 @@ class DepthwiseBanded(Banded):
         }
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w = cut(problem, t, *self._walked(problem))
         w.blocks = w.tiles * w.c_tiles
         return w
@@ -319,9 +310,7 @@ class DepthwiseBanded(Banded):
         w.work = w.products + fragments * 14 + w.in_items * 28 + w.out_items * 28 + 20
         return w
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the largest of three times, plus a latency for each wave and step:
         the time of device memory, whose rate is bounded where too little is in flight, and the
         times of the tensor cores and of the instructions of the multiprocessor with the most

@@ -8,7 +8,6 @@ accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.depthwise import depthwise_banded as banded
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Table, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
@@ -43,9 +42,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
-
-
 def _lowest_row(problem: Problem) -> int:
     """Return the lowest input row that a block has to walk to."""
     return max(problem.h + problem.padding[0], problem.p * problem.bias)
@@ -54,8 +50,7 @@ def _lowest_row(problem: Problem) -> int:
 class DepthwiseBandedWgrad(banded.Banded):
     """``kernels/depthwise_banded_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_banded_wgrad"
     shared_features = (
         "log_n", "log_c", "log_p", "log_q", "r", "s", "bfloat16", "bias", "log_bytes",
@@ -78,13 +73,11 @@ class DepthwiseBandedWgrad(banded.Banded):
     def _walked(self, problem: Any) -> tuple[Any, Any]:
         return problem.p, problem.q
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         added = table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         return added & super()._first(problem, device, table)
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         splits = t["splits"]
         return (
             banded.rules(problem, t, w, splits)
@@ -116,7 +109,7 @@ class DepthwiseBandedWgrad(banded.Banded):
         step = self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars)
         return depthwise.with_sums(step, p, splits, reduction, int(w.c_tiles))
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w = banded.cut(problem, t, *self._walked(problem))
         w.blocks = w.c_tiles * t["splits"]
         return w
@@ -145,9 +138,7 @@ class DepthwiseBandedWgrad(banded.Banded):
         w.work = w.products + fragments * (4 + 2 * r) + copies + 20
         return w
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as that of `DepthwiseBanded`, for the multiprocessor with the most
         blocks and a block with the most tiles, plus the time of the reduction."""
         registers = np.minimum(w.registers, banded.most_registers(t))

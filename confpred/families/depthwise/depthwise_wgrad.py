@@ -4,7 +4,6 @@ launches of ``depthwise_wgrad.cu``. As many filters as channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
@@ -45,14 +44,10 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows[kept])
 
 
-_CONFIGS = _config_table()
-
-
 class DepthwiseWgrad(Tabled):
     """``kernels/depthwise_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "depthwise_wgrad"
     kernel_fields = ("vec", "tile_q", "row_groups", "prefetch")  # the kernel: rows of a group
     shared_features = (
@@ -73,7 +68,7 @@ class DepthwiseWgrad(Tabled):
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         taps = problem.r * problem.s
         return (
             table.by(
@@ -94,9 +89,7 @@ class DepthwiseWgrad(Tabled):
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         vec = t["vec"]
         # Filter rows of a thread if half as many threads shared a window.
         half = ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
@@ -142,7 +135,7 @@ class DepthwiseWgrad(Tabled):
         step = self._step(defines, w.blocks, w.block_threads, w.smem_bytes, scalars)
         return depthwise.with_sums(step, p, splits, reduction, int(w.c_tiles))
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
         dilation_h, dilation_w = problem.each(depthwise.dilation)
@@ -176,9 +169,7 @@ class DepthwiseWgrad(Tabled):
         )
         return w
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the larger of the times of device memory and of the instructions,
         stretched by the waste of the last wave and of the threads' last tile; plus a fixed latency
         for each row that cannot be hidden, and the time of the reduction."""

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from confpred.families.protocol import Array
+from confpred.families.protocol import Array, Mask
 from confpred.problem.conv2d import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -36,12 +33,12 @@ def handles(problem: Problem) -> bool:
     )
 
 
-def is_odd(block: Array) -> NDArray[np.bool_]:
+def is_odd(block: Array) -> Mask:
     """Return which blocks have a count of channels that is no power of two."""
     return block & (block - 1) > 0
 
 
-def fits_odd_channels(block: Array, channels: Any) -> NDArray[np.bool_]:
+def fits_odd_channels(block: Array, channels: Any) -> Mask:
     """Which blocks of channels that are no power of two to offer for a layer. They must divide its
     channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
     piece of a pixel is not a whole number of 32-byte sectors."""

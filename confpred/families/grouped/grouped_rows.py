@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from confpred.families import common, grouped
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.grouped import Pair, axes_of
-from confpred.families.protocol import Array
+from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
@@ -79,9 +78,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, few + many + odd)
 
 
-_CONFIGS = _config_table()
-
-
 _SHARED_FEATURES = (
     "log_n", "log_c", "log_p", "log_q", "r", "s", "group_width", "log_bytes",
     "log_intensity", "bfloat16", "stride_h", "stride_w", "dilation_h", "dilation_w",
@@ -98,8 +94,7 @@ _SHARED_FEATURES = (
 class GroupedRows(Shaped):
     """One direction of ``kernels/grouped_rows.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "grouped_rows"
     kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
@@ -107,9 +102,7 @@ class GroupedRows(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem)
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.each(axes_of)
         return (
             (t["block_n"] * problem.each(_image_elements) <= common.MAX_INT)
@@ -128,7 +121,7 @@ class GroupedRows(Shaped):
             & common.distinct_bands(rows.positions, t["bands"])
         )
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         rows, columns = problem.each(axes_of)
         w.band_rows, w.bands = common.cut(rows.positions, t["bands"])
@@ -154,7 +147,7 @@ class GroupedRows(Shaped):
             *macros(STRIDE_H=max(rows.down, rows.up), STRIDE_W=max(columns.down, columns.up)),
             dtype_macro(p),
             *common.epilogue_macros(p),
-            *common.config_macros(_CONFIGS[row], _COMPILED),
+            *common.config_macros(self.configs[row], _COMPILED),
             *common.agreed_macros(threads=w.threads, smem_bytes=w.smem_bytes),
         )
         scalars = {
@@ -168,9 +161,7 @@ class GroupedRows(Shaped):
         }
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each row of a block that cannot be hidden."""

@@ -5,7 +5,6 @@ legality, features and launch of ``grouped_wgrad.cu``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from confpred.families import common, grouped
 from confpred.families.batch import Workings
 from confpred.families.common import ATOMIC, DIRECT, LAST_BLOCK, TWO_KERNELS, Occupancy, ceil_div
 from confpred.families.grouped import Window, flush_steps, window_of
-from confpred.families.protocol import Array
+from confpred.families.protocol import Array, Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
@@ -77,7 +76,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-_CONFIGS = _config_table()
 #: The next smaller count of slices, indexed by the count; 1 for 1.
 _FEWER = np.ones(_SPLITS[-1] + 1, np.int64)
 _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
@@ -86,8 +84,7 @@ _FEWER[list(_SPLITS[1:])] = _SPLITS[:-1]
 class GroupedWgrad(Shaped):
     """``kernels/grouped_wgrad.cu``."""
 
-    configs = _CONFIGS
-    whole = Table.of(_CONFIGS)
+    configs = _config_table()
     kernel = "grouped_wgrad"
     kernel_fields = _COMPILED
     shared_features = (
@@ -106,16 +103,14 @@ class GroupedWgrad(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem) and _elements(problem) <= common.MAX_INT
 
-    def _first(self, problem: Any, device: Device, table: Table) -> NDArray[np.bool_]:
+    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         return (
             super()._first(problem, device, table)
             & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
-    def _rules(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> NDArray[np.bool_]:
+    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
         height, width = problem.each(_image_size)
@@ -145,7 +140,7 @@ class GroupedWgrad(Shaped):
             & (4 * parts * _elements(problem) <= np.maximum(problem.minimum_bytes, 2**20))
         )
 
-    def _cut(self, problem: Any, t: Mapping[str, Array]) -> Workings:
+    def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         phases = problem.each(window_of).vertical.dilation
         # Gradient rows of all the images together, images of a tile counted once.
@@ -199,9 +194,7 @@ class GroupedWgrad(Shaped):
         add = common.sum_step("grouped_wgrad_sum", p, elements, _SUM_COLUMNS, 16, sizes)
         return Launch((sweep, add), scratch_bytes=scratch)
 
-    def _derived(
-        self, problem: Any, device: Device, t: Mapping[str, Array], w: Any
-    ) -> dict[str, NDArray[np.float64]]:
+    def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave
         or, in the first, of the multiprocessors with fewer blocks than others: those of device
         memory, of the copies from L2 into shared memory with their halos, and of the tensor cores;
@@ -264,7 +257,7 @@ def _image_size(problem: Problem) -> tuple[int, int]:
     return max(problem.h, problem.p), max(problem.w, problem.q)
 
 
-def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
+def _suited(t: Columns, problem: Any) -> Mask:
     """Which blocks are not meant for another layer than `problem`."""
     return (
         # A tile twice as large as what it covers does the work of a smaller tile, slower; and
@@ -282,7 +275,7 @@ def _suited(t: Mapping[str, Array], problem: Any) -> NDArray[np.bool_]:
     )
 
 
-def _few_idle_columns(q: Any, padded: Array) -> NDArray[np.bool_]:
+def _few_idle_columns(q: Any, padded: Array) -> Mask:
     """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
     smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
     least = np.minimum(ceil_div(q, 28) * 28, ceil_div(q, 32) * 32)

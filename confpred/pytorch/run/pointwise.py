@@ -16,7 +16,7 @@ from confpred.cuda import driver
 from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
-from confpred.problem.conv2d import ACTIVATIONS
+from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.choosing import kept
 from confpred.pytorch.run.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded

@@ -91,7 +91,8 @@ def test_a_feature_that_a_family_derives_stands_in_for_the_problems() -> None:
 
 
 def test_the_kernels_know_every_dtype_and_activation() -> None:
-    known = set(re.findall(r"#define (\w+)", file_text("common.cuh")))
+    text = file_text("common.cuh") + file_text("activations.cuh")
+    known = set(re.findall(r"#define (\w+)", text))
     layer = Problem(1, 8, 9, 9, 8, 3, 3, groups=8)
     for dtype in DTYPES:
         assert dtype_macro(replace(layer, dtype=dtype))[1] in known

@@ -194,7 +194,7 @@ def test_a_missing_or_unknown_name_is_seen(step: Step) -> None:
 
 def test_a_parameter_that_is_no_int_is_seen() -> None:
     step = references(CONVOLUTION, LAYERS_OF_REFERENCES[0])[0]
-    text = file_text(step.kernel.file).replace("int activation", "float activation")
+    text = file_text(step.kernel.file).replace("int groups", "float groups")
     assert len(breaches(step, text)) == 1
 
 
@@ -225,7 +225,6 @@ def test_every_kernel_of_a_family_asserts_what_the_host_works_out() -> None:
 
 @pytest.mark.parametrize("kernel", WITH_AGREED, ids=lambda kernel: kernel.entry)
 def test_a_kernel_that_differs_from_the_host_does_not_compile(kernel: KernelSpec) -> None:
-    assert kernel.entry in ptx_of(kernel, H100.arch)
     for name in agreed(kernel):
         wrong = ((n, int(v) + 1 if n == name else v) for n, v in kernel.defines)
         with pytest.raises(PtxError, match="static assertion failed"):

@@ -124,7 +124,10 @@ def test_typical_layers_have_many_configs_of_few_kernels(
     problem = parsed(layer, family)
     rows = np.flatnonzero(family.legal(problem, device))
     assert len(rows) >= least
-    assert few <= len({family.launch(problem, int(row)).steps[0].kernel for row in rows}) <= many
+    # Rows that share these fields share their kernel (`test_one_kernel_serves_every_size`).
+    _, first = np.unique(family.configs[list(family.kernel_fields)][rows], return_index=True)
+    kernels = {family.launch(problem, int(row)).steps[0].kernel for row in rows[first]}
+    assert few <= len(kernels) <= many
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ on a GPU, for a few small layers (`ptx` says what that can show)."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -15,12 +16,15 @@ from references import outside, random_inputs, reference, some_rows
 from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
+from confpred.problem.activation import ACTIVATIONS
+from confpred.problem.conv2d import Problem
 
 PROBLEMS = slow_but((0, 1), range(8), "the interpreter takes a second a problem")
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
 MOST_FLOPS = 2**21
 
 FAMILIES = CONVOLUTIONS
+FPROP = [name for name in FAMILIES if name.endswith("fprop")]
 WGRAD = [name for name in FAMILIES if name.endswith("wgrad")]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -37,6 +41,26 @@ def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: in
     for row in some_rows(family, problem, H100, rng, KERNELS, CONFIGS):
         wrong = outside(outputs, interpret(family, problem, row, inputs, arch), expected)
         assert not wrong, f"{wrong}: {problem} {config_dict(family, row)}"
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    slow_but(
+        list(zip(ACTIVATIONS, itertools.cycle(FPROP))),
+        itertools.product(ACTIVATIONS, FPROP),
+        "all families call the same function",
+    ),
+)
+def test_every_activation_is_right(activation: str, name: str) -> None:
+    family, groups = FAMILIES[name], {"dense": 1, "depthwise": 16, "grouped": 2}
+    sizes = {"n": 2, "c": 16, "h": 7, "w": 9, "k": 16, "r": 3, "s": 3, "padding": 1}
+    problem = Problem(
+        **sizes, groups=groups[name.split("_")[0]], activation=activation, bias=True, residual=True
+    )
+    inputs, outputs = random_inputs(family, problem, 0), family.operation.operands(problem)[:1]
+    row = int(np.flatnonzero(family.legal(problem, H100))[0])
+    results = interpret(family, problem, row, inputs, H100.arch)
+    assert not outside(outputs, results, reference(problem, inputs))
 
 
 @every_family

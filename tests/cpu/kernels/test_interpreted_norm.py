@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from layers import H100
 from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
-from ptx.launch import interpret, run_step
-from ptx.memory import DeviceMemory, Operand
+from ptx.launch import interpret
 from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES
-from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
-from confpred.problem.operation import REFERENCE
+from confpred.problem.activation import ACTIVATIONS
+from confpred.problem.conv2d import DTYPES
+from confpred.problem.norm import BatchNorm
 
 CONFIGS = 4
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -32,7 +30,7 @@ def check(family: Family, problem: BatchNorm, rows: list[int], inputs=None) -> N
         assert not found, f"{found}: {problem} {config_dict(family, row)}"
 
 
-@pytest.mark.parametrize("seed", slow_but(range(3), range(12), "seconds each"))
+@pytest.mark.parametrize("seed", slow_but(range(2), range(12), "seconds each"))
 @every_family
 def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -> None:
     rng = random.Random(f"{family.name} {seed}")
@@ -47,10 +45,10 @@ def test_every_activation_is_right(family: Family, activation: str) -> None:
     residual = activation != "none"
     problem = BatchNorm(2, 5, 4, 24, "bfloat16", activation, residual, family.direction)
     rows = legal_rows(family, problem)
-    check(family, problem, [rows[0], rows[-1]])
+    check(family, problem, [rows[len(rows) // 2]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(("bfloat16",), DTYPES, "seconds each"))
 @every_family
 def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) -> None:
     """Squares of the values themselves would lose the variance altogether."""
@@ -115,27 +113,3 @@ def test_a_wrong_input_is_seen(family: Family) -> None:
         if name == "running_var" and problem.is_backward:
             continue
         assert wrong(problem, launch, results, expected(problem, other)), name
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "hardswish"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_references_are_right(direction: str, activation: str, frozen: bool) -> None:
-    """In float32, as the interpreter has it; other activations use what is not interpreted."""
-    residual = activation != "none"
-    problem = BatchNorm(3, 5, 4, 40, "bfloat16", activation, residual, direction, True, frozen)
-    inputs = inputs_of(problem, 0)
-    right = expected(problem, inputs)
-    memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
-    for output in (o for o in BATCH_NORM.operands(problem) if o.terms):
-        step = BATCH_NORM.reference(problem, output.name)
-        kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
-        zeros = np.zeros(4 * output.elements, np.uint8)
-        found, *others = (
-            Operand(name, data, written=True, once=False)
-            for name, data in ((REFERENCE, zeros), *memory.items())
-        )
-        run_step(replace(step, kernel=kernel), DeviceMemory([found, *others]), H100.arch)
-        expected_output = right[output.name].numpy().ravel()
-        error = np.linalg.norm(found.content.view(np.float32) - expected_output)
-        assert error <= 2e-6 * np.linalg.norm(expected_output), output.name

@@ -4,7 +4,7 @@ shift: compiled for every target, and interpreted on the CPU against PyTorch in 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from math import prod
 
 import pytest
@@ -20,7 +20,8 @@ from slow import slow_but
 from torch import Tensor
 
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch
-from confpred.problem.conv2d import ACTIVATIONS, DTYPES
+from confpred.problem.activation import ACTIVATIONS
+from confpred.problem.conv2d import DTYPES
 from confpred.problem.operation import Launch
 from confpred.pytorch.run.pointwise import scale_shift_kernel
 
@@ -99,25 +100,28 @@ def wrong(found: Tensor, inputs: Tensors, activation: str) -> int:
     return int((~((found.double() - right).abs() <= bound)).sum())  # NaN is wrong too
 
 
-SLOW = [("epilogue", dtype) for dtype in DTYPES[1:]]
-FAST = set(product(KINDS, DTYPES)) - set(SLOW)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), slow_but(FAST, product(KINDS, DTYPES), "the interpreter takes its time")
-)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_equals_pytorch_in_float64(kind: str, dtype: str, activation: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_pytorch_in_float64(kind: str, dtype: str) -> None:
     absences = [(), ("residual",)]
     if kind == "epilogue":
         absences += [("bias",), ("bias", "residual")]
-    for number, (size, absent) in enumerate(product(SIZES, absences)):
+    cases = zip(product(SIZES, absences), cycle(ACTIVATIONS), strict=False)
+    for number, ((size, absent), activation) in enumerate(cases):
         inputs = tensors(kind, size, dtype, *absent)
         launch = launch_of(inputs, activation, (SMALL, 132)[number % 2])
         in_place = kind != "epilogue" and number % 3 == 0
         arch = ("sm_80", H100.arch)[number // 2 % 2]
         found = interpret(launch, inputs, arch, in_place=in_place)
-        assert not wrong(found, inputs, activation), (size, absent)
+        assert not wrong(found, inputs, activation), (size, absent, activation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_is_right(activation: str, kind: str) -> None:
+    for size in ((2, 3, 5, 24), (1, 7, 3, 33)):
+        inputs = tensors(kind, size, "float16")
+        assert not wrong(interpret(launch_of(inputs, activation), inputs), inputs, activation)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +174,7 @@ def test_a_step_of_the_grid_is_whole_rows(channels: int, rows: int, dtype: str) 
         assert step.grid[0] > 2 * H100.sm_count, "the device is not filled"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", slow_but((H100.arch,), ARCHS, "three compiles each"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_for_every_target(kind: str, arch: str, dtype: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle
 
+import norms
 import numpy as np
 import pytest
 import torch
@@ -14,9 +17,33 @@ from ptx.memory import DeviceMemory, Operand
 from references import random_inputs, reference
 from slow import slow_but
 
+from confpred.cuda.compiler import ptx_of
 from confpred.cudnn.family import FAMILY
+from confpred.errors import CompileError
+from confpred.problem import norm
+from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, DTYPES, Problem
-from confpred.problem.operation import REFERENCE
+from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.operation import REFERENCE, Operation
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def check(operation: Operation, problem: object, inputs: Tensors, expected: Tensors) -> None:
+    """Compare every output's reference with what is `expected`."""
+    memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
+    for output in (o for o in operation.operands(problem) if o.terms):
+        step = operation.reference(problem, output.name)
+        kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
+        zeros = np.zeros(4 * output.elements, np.uint8)
+        found, *others = (
+            Operand(name, data, written=True, once=False)
+            for name, data in ((REFERENCE, zeros), *memory.items())
+        )
+        run_step(replace(step, kernel=kernel), DeviceMemory([found, *others]), H100.arch)
+        right = expected[output.name].numpy().ravel()
+        error = np.linalg.norm(found.content.view(np.float32) - right)
+        assert error <= 2e-6 * np.linalg.norm(right), (problem, output.name)
 
 
 def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
@@ -24,11 +51,8 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
     r, s = rng.choice(((1, 1), (3, 3), (2, 3), (1, 5)))
     dilation = (rng.randint(1, 2), rng.randint(1, 2))
     extras = {}
-    if direction == "fprop":  # other activations use what is not interpreted
-        extras = {
-            "activation": rng.choice(("none", "relu", "relu6", "hardswish")),
-            "residual": rng.random() < 0.5,
-        }
+    if direction == "fprop":
+        extras = {"activation": rng.choice(ACTIVATIONS), "residual": rng.random() < 0.5}
     return Problem(
         direction=direction, n=rng.randint(1, 3), c=groups * rng.randint(1, 40 // groups),
         h=rng.randint(5, 9), w=rng.randint(5, 9), k=groups * rng.randint(1, 80 // groups), r=r,
@@ -44,17 +68,31 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
 def test_references_are_right(direction: str, groups: int, seed: int) -> None:
     problem = random_problem(random.Random(f"{direction} {groups} {seed}"), direction, groups)
     inputs = random_inputs(FAMILY, problem, seed)
-    expected = reference(problem, inputs)
-    memory = {name: x.contiguous().view(torch.uint8).numpy().ravel() for name, x in inputs.items()}
-    for output in (o for o in CONVOLUTION.operands(problem) if o.terms):
-        step = CONVOLUTION.reference(problem, output.name)
-        kernel = replace(step.kernel, defines=(*step.kernel.defines, ("REAL", "float")))
-        zeros = np.zeros(4 * output.elements, np.uint8)
-        found, *others = (
-            Operand(name, data, written=True, once=False)
-            for name, data in ((REFERENCE, zeros), *memory.items())
-        )
-        run_step(replace(step, kernel=kernel), DeviceMemory([found, *others]), H100.arch)
-        right = expected[output.name].numpy().ravel()
-        error = np.linalg.norm(found.content.view(np.float32) - right)
-        assert error <= 2e-6 * np.linalg.norm(right), (problem, output.name)
+    check(CONVOLUTION, problem, inputs, reference(problem, inputs))
+
+
+@pytest.mark.parametrize(("activation", "groups"), list(zip(ACTIVATIONS, cycle((1, 4)))))
+def test_every_activation_is_right(activation: str, groups: int) -> None:
+    problem = Problem(2, 8, 5, 6, 16, 3, 3, groups=groups, activation=activation, residual=True)
+    inputs = random_inputs(FAMILY, problem, 0)
+    check(CONVOLUTION, problem, inputs, reference(problem, inputs))
+
+
+@pytest.mark.parametrize(("activation", "frozen"), list(zip(ACTIVATIONS, cycle((False, True)))))
+@pytest.mark.parametrize("direction", norm.DIRECTIONS)
+def test_references_of_norms_are_right(direction: str, activation: str, frozen: bool) -> None:
+    residual = activation != "none"
+    problem = BatchNorm(3, 5, 4, 40, "bfloat16", activation, residual, direction, True, frozen)
+    inputs = norms.inputs_of(problem, 0)
+    check(BATCH_NORM, problem, inputs, norms.expected(problem, inputs))
+
+
+@pytest.mark.parametrize("activation", ["ACTIVATION_NOWHERE", 99])
+def test_an_unknown_activation_does_not_compile(activation: str | int) -> None:
+    for step in (
+        CONVOLUTION.reference(Problem(1, 8, 4, 4, 8, 3, 3), "out"),
+        BATCH_NORM.reference(BatchNorm(2, 4, 4, 8, direction="backward"), "in_grad"),
+    ):
+        defines = dict(step.kernel.defines) | {"ACTIVATION": activation}
+        with pytest.raises(CompileError):
+            ptx_of(replace(step.kernel, defines=tuple(defines.items())), H100.arch)

@@ -91,6 +91,22 @@ def half_pair(kind: str) -> Callable[[int, int, int], int]:
     return expected
 
 
+def saturated(a: int, b: int, lane: int) -> int:
+    return float_bits(min(max(np.float32(signed(a)) * np.float32(1e-9), np.float32(0)), 1))
+
+
+def fused_down(a: int, b: int, lane: int) -> int:
+    """Python's floats hold the product of two float32, and the sum, without rounding."""
+    exact = float(np.float32(signed(a)) * np.float32(1e-7)) * float(b * np.float32(1e-9))
+    exact += 12582912.0
+    near = np.float32(exact)
+    return float_bits(near if float(near) <= exact else np.nextafter(near, np.float32(-np.inf)))
+
+
+def float_bits(x: float) -> int:
+    return int(np.float32(x).view(np.uint32))
+
+
 def permuted(a: int, b: int, lane: int) -> int:
     """Selector 0x5d06: bytes 6, 0, the sign of 5, 5."""
     both = [*a.to_bytes(4, "little"), *b.to_bytes(4, "little")]
@@ -128,6 +144,8 @@ EXPECTED: dict[str, Callable[[int, int, int], int]] = {
     "lop3.b32": chosen,
     "cvt.rn.f16x2.f32": half_pair("float16"),
     "cvt.rn.bf16x2.f32": half_pair("bfloat16"),
+    "cvt.sat.f32.f32": saturated,
+    "fma.rm.f32": fused_down,
 }
 
 

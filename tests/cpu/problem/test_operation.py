@@ -7,8 +7,10 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 
+import layer_norm
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,10 +81,12 @@ def test_an_operand_counts_its_bytes() -> None:
     assert Operand("x", (), "float16").elements == 1
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("output", sorted(set().union(*OUTPUTS.values())))
-def test_reference_kernels_compile(output: str, dtype: str, groups: int, tmp_path: Path) -> None:
+REFERENCES = product(sorted(set().union(*OUTPUTS.values())), (1, 3))
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(zip(REFERENCES, cycle(DTYPES), strict=False)))
+def test_reference_kernels_compile(case: tuple[str, int], dtype: str, tmp_path: Path) -> None:
+    output, groups = case
     direction = next(d for d in OUTPUTS if output in OUTPUTS[d])
     layer = Problem.parse(f"{SMALL} direction={direction} bias={direction == 'wgrad'}")
     step = CONVOLUTION.reference(replace(layer, dtype=dtype, groups=groups), output)
@@ -111,62 +115,17 @@ def test_pytorchs_answer_has_the_shapes_of_the_operands(words: str) -> None:
     assert shapes == [o.shape for o in operands if o.terms]
 
 
-PLUGIN = """
-    from dataclasses import dataclass
-    from typing import ClassVar
-    import numpy as np
-    from confpred.problem.operation import KernelSpec, Launch, Operand, Step
-    from confpred.problem.record import Record
-
-    @dataclass(frozen=True, slots=True)
-    class Scaling(Record):
-        LIMITS: ClassVar = {"size": (1, 2**20)}
-        CHOICES: ClassVar = {"dtype": ("float32",)}
-        size: int
-        dtype: str = "float32"
-        minimum_bytes = property(lambda self: 8 * self.size)
-        flops = property(lambda self: self.size)
-
-    class Scale:
-        name, problem, feature_names = "scale", Scaling, ("size",)
-        def operands(self, problem):
-            y = Operand("y", (problem.size,), "float32", 1)
-            return y, Operand("x", (problem.size,), "float32")
-        def features(self, problem, device):
-            return np.array([[problem.size]], np.float32)
-        def reference(self, problem, output):
-            raise NotImplementedError
-        def pytorch(self, problem, tensors):
-            return 2 * tensors["x"]
-
-    class Family:
-        name, operation, feature_names = "scale_rows", Scale(), ("threads",)
-        configs = np.array([(32,), (64,)], [("threads", np.int32)])
-        def legal(self, problem, device):
-            return self.configs["threads"] <= problem.size
-        def estimate_s(self, problem, device, rows):
-            return 1e-6 * np.asarray(rows + 1.0)
-        def features(self, problem, device, rows):
-            return self.configs["threads"][rows, None].astype(np.float32)
-        def launch(self, problem, row):
-            source = KernelSpec("common.cuh", "scale", ())
-            scalars = {"size": problem.size}
-            return Launch((Step(source, (1, 1, 1), (32, 1, 1), 0, ("y", "x"), scalars),))
-
-    FAMILY = Family()
-"""
-
-
 def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.CompletedProcess[str]:
-    """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder`."""
-    (folder / "scaling.py").write_text(textwrap.dedent(PLUGIN))
+    """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder` or the example
+    of ``docs/adding-a-kernel.md``."""
     (folder / "empty.py").write_text("")
     (folder / "broken.py").write_text("import no_such_module\n")
     (folder / "odd.py").write_text("FAMILY = 7\n")
     (folder / "taken.py").write_text(
         "from confpred.families.dense.dense_tiles import FAMILIES as FAMILIES\n"
     )
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    example = str(Path(layer_norm.__file__).parent)
+    paths = [str(folder), example, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env=os.environ | {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)},
@@ -178,45 +137,48 @@ def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.Complet
 
 def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) -> None:
     program = """
-        from scaling import Scaling
+        from layer_norm import LayerNormProblem
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
-        assert list(all_families())[-1] == "scale_rows"
-        names = ["batch_norm", "conv2d", "linear_chain", "scale"]
+        assert list(all_families())[-1] == "layer_norm"
+        names = ["batch_norm", "conv2d", "layer_norm", "linear_chain"]
         assert sorted(all_operations()) == names
-        assert list(families_of(Scaling(40))) == ["scale_rows"]
-        choice = Predictor.load().choose(Scaling(40), "h100")
-        assert (choice.source, choice.family, choice.config_id) == ("heuristic", "scale_rows", 0)
-        assert Predictor({}).choose(Scaling(7), "h100").source == "fallback"
+        rows = LayerNormProblem(40, 64)
+        assert list(families_of(rows)) == ["layer_norm"]
+        choice = Predictor.load().choose(rows, "h100")
+        assert (choice.source, choice.family) == ("heuristic", "layer_norm")
         layer = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1 groups=8")
         choices = Predictor({}).rank(layer, "h100", 32)
-        assert "scale_rows" not in {choice.family for choice in choices}
+        assert "layer_norm" not in {choice.family for choice in choices}
     """
-    done = with_plugins(tmp_path, "scaling", program)
+    done = with_plugins(tmp_path, "layer_norm", program)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("plugins", "message"),
-    [
-        ("no_such_module", "CONFPRED_FAMILIES='no_such_module' is not allowed"),
-        ("empty", "CONFPRED_FAMILIES='empty' is not allowed"),
-        ("broken", "CONFPRED_FAMILIES='broken' is not allowed"),
-        ("odd", "a module whose FAMILY is a kernel family of a new name"),
-        ("taken", "a module whose FAMILY is a kernel family of a new name"),
-        ("scaling,scaling", "CONFPRED_FAMILIES='scaling' is not allowed"),
-    ],
-)
-def test_a_plugin_that_is_none_is_named(tmp_path: Path, plugins: str, message: str) -> None:
-    program = """
+def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
+    messages = {
+        **{
+            plugins: f"CONFPRED_FAMILIES='{plugins}' is not allowed"
+            for plugins in ("no_such_module", "empty", "broken")
+        },
+        "odd": "a module whose FAMILY is a kernel family of a new name",
+        "taken": "a module whose FAMILY is a kernel family of a new name",
+        "layer_norm,layer_norm": "CONFPRED_FAMILIES='layer_norm' is not allowed",
+    }
+    program = f"""
+        import os
         from confpred.errors import InvalidInput
         from confpred.families.registry import all_families
-        try: all_families()
-        except InvalidInput as error: print(error)
+        for plugins in {[*messages]}:
+            os.environ["CONFPRED_FAMILIES"] = plugins
+            all_families.cache_clear()
+            try: all_families()
+            except InvalidInput as error: print(error)
     """
-    done = with_plugins(tmp_path, plugins, program)
+    done = with_plugins(tmp_path, "", program)
     assert done.returncode == 0, done.stderr
-    assert message in done.stdout
+    for said, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
+        assert message in said
 
 
 def foreign(path: Path) -> Path:

@@ -128,25 +128,13 @@ def paths_of(text: str) -> set[str]:
 
 # The recipes
 
-#: A kernel of each source that has the activation, compiled.
-COMPILE = """
-from dataclasses import replace
-import numpy as np
-from layers import H100
-from confpred import Problem
-from confpred.cuda.compiler import compile_kernel
-from confpred.families.registry import kernels_of
-from confpred.problem.conv2d import CONVOLUTION
-
-depthwise = Problem(n=2, c=16, h=9, w=9, k=16, r=3, s=3, groups=16, activation="leaky_relu")
-steps = [CONVOLUTION.reference(depthwise, "out")]
-for problem in (depthwise, replace(depthwise, groups=2)):
-    for family in kernels_of(problem).values():
-        for row in np.flatnonzero(family.legal(problem, H100))[:1]:
-            steps += family.launch(problem, int(row)).steps
-for step in steps:
-    assert compile_kernel(step.kernel, "sm_90a").cubin
-    print(step.kernel.file)
+#: The identity of each measured kernel.
+DIGESTS = """
+from pathlib import Path
+from confpred.families.kernel_text import source_digest
+for file in sorted(Path("kernels").glob("*.cu")):
+    if not file.name.startswith("reference"):
+        print(file.name, source_digest(file.name))
 """
 #: The description of a choice.
 DESCRIBE = """
@@ -163,12 +151,40 @@ def test_a_device_is_answered_for_at_once(copy: Path) -> None:
     assert re.search(r"groups=16 +1 +transferred +(grouped_fprop|pytorch)", tested_and_predicted)
 
 
+def digests(copy: Path) -> str:
+    """Return the identities by which measurements know the kernels of a copy."""
+    return said(run_in(copy, DIGESTS))
+
+
 @pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
-    (differences_and_source,) = walk("an activation", copy)
-    assert differences_and_source == "{}\npredicted\n"
-    compiled = set(said(run_in(copy, COMPILE)).split())
-    assert compiled == {"depthwise_banded.cu", "depthwise.cu", "grouped_rows.cu", "reference.cu"}
+    before = digests(copy)
+    (tested,) = walk("an activation", copy)
+    assert int(re.search(r"(\d+) passed", tested)[1]) > 12
+    assert "failed" not in tested
+    assert digests(copy) == before
+
+
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        "#define ACTIVATION_LEAKY_RELU 6",
+        "static __device__ float value",
+        "static __device__ float slope",
+        "static __device__ Real value",
+        "static __device__ Real slope",
+    ],
+)
+def test_a_part_of_an_activation_that_is_forgotten_is_noticed(copy: Path, forgotten: str) -> None:
+    diff, tests = recipe("an activation")[1]
+    apply(diff.text, copy)
+    added = re.findall(r"^\+(?!\+)(.*\n)", diff.text, re.MULTILINE)
+    (line,) = (line for line in added if forgotten in line)
+    for name in re.findall(r"^\+\+\+ b/(.*)$", diff.text, re.MULTILINE):
+        (copy / name).write_text((copy / name).read_text().replace(line, ""))
+    done = run_in(copy, tests.text.replace("pytest ", "pytest -x "), tests.language)
+    assert done.returncode == 1, done.stdout
 
 
 @pytest.mark.slow(reason="a recipe is walked in a copy of the repository")

@@ -1,0 +1,73 @@
+"""Activations: functions that follow an operation in the same kernel, by name.
+
+An activation has the name and the defaults of a function of ``torch.nn.functional``. Its formulas
+are in ``kernels/``, and recipe 2 of ``CONTRIBUTING.md`` adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """PyTorch's gradient of an activation, as autograd computes it.
+
+    Attributes:
+        operator: of ``torch.ops.aten``; it takes the gradient of the output, what forward saved,
+            and `arguments`.
+        saves_output: whether forward saves the activation's output, not its argument.
+    """
+
+    operator: str
+    arguments: tuple[float, ...] = ()
+    saves_output: bool = False
+
+
+#: The gradients by the activations' names. The position of a name is a feature of models, so a new
+#: one comes last.
+GRADIENTS: Mapping[str, Gradient | None] = {
+    "none": None,
+    "relu": Gradient("threshold_backward", (0,), saves_output=True),
+    "silu": Gradient("silu_backward"),
+    "gelu": Gradient("gelu_backward"),
+    "relu6": Gradient("hardtanh_backward", (0.0, 6.0)),
+    "hardswish": Gradient("hardswish_backward"),
+}
+ACTIVATIONS = tuple(GRADIENTS)
+
+
+def activation_macro(name: str) -> tuple[str, str]:
+    """``ACTIVATION``, as kernels know it."""
+    return "ACTIVATION", f"ACTIVATION_{name.upper()}"
+
+
+def activated(name: str, x: Tensor) -> Tensor:
+    """Return `x` after the activation `name`, by PyTorch's function."""
+    import torch.nn.functional as F
+
+    found: Tensor = x if name == "none" else getattr(F, name)(x)
+    return found
+
+
+def saved_of(name: str, argument: Tensor) -> Tensor:
+    """Return the tensor that autograd saves where the activation `name` follows `argument`."""
+    gradient = GRADIENTS[name]
+    return activated(name, argument) if gradient and gradient.saves_output else argument
+
+
+def argument_grad(name: str, grad: Tensor, saved: Tensor) -> Tensor:
+    """Return the gradient before the activation `name`, given that after it, and `saved_of`."""
+    import torch
+
+    gradient = GRADIENTS[name]
+    if gradient is None:
+        return grad
+    operator = getattr(torch.ops.aten, gradient.operator)
+    found: Tensor = operator(grad, saved, *gradient.arguments)
+    return found
