@@ -78,7 +78,7 @@ def regret_by_family(families: Families) -> str:
 
     def draw(axes: Any) -> None:
         for name, groups, places, color in _lines(axes, families):
-            means, quantiles = ([getattr(g, f) for g in groups] for f in ("geomean", "p95"))
+            means, quantiles = ([getattr(g.regret, f) for g in groups] for f in ("geomean", "p95"))
             axes.hlines(places, means, quantiles, color=color, linewidth=2)
             axes.plot(means, places, "o", color=color, label=f"{name}: geomean")
             axes.plot(quantiles, places, "|", color=color, markersize=10, markeredgewidth=2,
@@ -96,7 +96,9 @@ def coverage(families: Families) -> str:
     def draw(axes: Any) -> None:
         for name, groups, places, color in _lines(axes, families):
             for label, group, place in zip_longest([name], groups, places):
-                axes.hlines(place, *_wilson(group.covered, group.layers), color=color, linewidth=2)
+                axes.hlines(
+                    place, *_wilson(group.covered, group.regret.problems), color=color, linewidth=2
+                )
                 axes.plot(group.covered, place, "o", color=color, label=label)
         axes.axvline(COVERAGE, color=_INK, linewidth=1, linestyle="--")
         axes.set_xlim(right=1.0)

@@ -79,7 +79,6 @@ def page(inputs: Inputs) -> str:
         coverage=tables.coverage_table(evaluations),
         coverage_chart=Markup(charts.coverage(families)) if evaluations else None,
         wanted=COVERAGE,
-        constant=[e.name for e in evaluations if not e.own_bounds],
         worst=[(e, worst_layers(e, inputs.datasets.get(e.device.key), WORST)) for e in evaluations],
         importances=[
             (

@@ -19,10 +19,11 @@ from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.training.calibrate import fit_pytorch, margins
-from confpred.training.cross_validate import TOPS, best_ms, family_models
+from confpred.training.cross_validate import best_ms, family_models
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.evaluate import MODEL, Evaluation, Summary, baselines, evaluate
 from confpred.training.fit import fit_families
+from confpred.training.regret import TOPS
 
 H100 = get_device("h100")
 
