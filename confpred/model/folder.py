@@ -444,11 +444,12 @@ def _measured(folder: Path, card: Card) -> dict[str, Best]:
         counts = {PYTORCH_OPERATOR.provider: 1}
         best = {}
         for entry in entries:
-            name, row, time_ms = entry["provider"], entry["config_id"], entry["time_ms"]
+            name, row = entry["provider"], entry["config_id"]
             if name not in counts:
                 counts[name] = len(_family(folder, name).configs)
             if type(row) is not int or not 0 <= row < counts[name]:
                 raise ModelError(f"{path} is damaged: {name} has no config {row!r}")
+            time_ms = entry["time_ms"]
             if type(time_ms) is not float or not 0.0 <= time_ms < math.inf:
                 raise ValueError(f"time_ms is {time_ms!r}, not a number of at least 0")
             best[str(entry["problem"])] = Best(Candidate(name, row), time_ms)

@@ -17,11 +17,13 @@ from matplotlib.figure import Figure
 from confpred.families.registry import config_words
 from confpred.files import write_whole
 from confpred.report import COVERAGE
+from confpred.report.judged import noise_by_time
 from confpred.training.evaluate import draw_regrets
 
 if TYPE_CHECKING:
     from confpred.predict.explain import LayerExplanation
     from confpred.report.judged import Evaluated, Group, Importance
+    from confpred.training.dataset import Dataset
 
 #: Colours that no reader sees: each stands for one of the page's.
 _INK, _GRID = "#010101", "#010102"
@@ -143,8 +145,9 @@ def importance(pool: str, found: Sequence[Importance]) -> str:
                   (7.2, 0.8 + 0.26 * len(shown)), draw)  # fmt: skip
 
 
-def noise(by_time: Mapping[str, Sequence[Any]]) -> str:
+def noise(datasets: Mapping[str, Dataset]) -> str:
     """Draw median and 95 % quantile of the noise by the time of a config, by device."""
+    by_time = {device: noise_by_time(dataset.timings) for device, dataset in datasets.items()}
     names = list(dict.fromkeys(group.name for groups in by_time.values() for group in groups))
 
     def draw(axes: Any) -> None:

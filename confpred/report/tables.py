@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from confpred.report.judged import SUBJECTS, Evaluated, Group, Noise, groups_of
+from confpred.report.judged import SUBJECTS, Evaluated, Group, groups_of, noise_by_family
+from confpred.training.dataset import Dataset
 from confpred.training.regret import FAR
 
 
@@ -136,14 +137,14 @@ def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
     return made("How often the bound holds", columns, rows)
 
 
-def noise_table(noise: Mapping[str, Sequence[Noise]]) -> Table:
+def noise_table(datasets: Mapping[str, Dataset]) -> Table:
     return made(
         "Interquartile range over median, by family",
         ("device", "family", "configs", "median", "95 % quantile"),
         (
             (device, n.name, count(n.configs), *(number(x, "{:.2%}") for x in (n.median, n.p95)))
-            for device, groups in noise.items()
-            for n in groups
+            for device, dataset in datasets.items()
+            for n in noise_by_family(dataset.timings)
         ),
     )
 

@@ -25,7 +25,6 @@ from sampler_rows import ROW, fill, other
 from sampler_run import runs, suite_of
 
 from confpred.cli.learn import merge as merge_command
-from confpred.data import parquet
 from confpred.data.parquet import merge, operation_in, read, read_shards, schema, shards_in
 from confpred.data.remote import LEASE_S, Lease, RemoteFolder, folder_at
 from confpred.errors import ConfpredError, DataError, FolderBusy, InvalidInput, StorageError
@@ -85,7 +84,7 @@ def test_a_run_is_stored_resumed_and_merged(folder, tmp_path):
         "rows-r4-0-00000.parquet",
     ]
     wanted = schema(CONVOLUTION)
-    together = parquet._read_together(shards_in(folder), CONVOLUTION, wanted)  # in one go
+    together = read_shards(folder, CONVOLUTION, wanted.names)
     assert (together.num_rows, together.schema) == (8, wanted)
     assert merge([folder], tmp_path / "all.parquet") == 8
     run(tmp_path / "here", 4)

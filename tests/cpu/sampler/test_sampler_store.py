@@ -17,15 +17,11 @@ from sampler_rows import LAYER, ROW, RUN, fill, other
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import (
-    _TOGETHER,
-    _read_together,
     add_part,
     merge,
     operation_in,
     read,
-    read_shards,
     schema,
-    shards_in,
 )
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
@@ -204,26 +200,6 @@ def test_a_damaged_shard_is_named(tmp_path, shard, damage):
     with pytest.raises(DataError, match=shard.name):
         merge([tmp_path], tmp_path / "merged.parquet")
     assert not (tmp_path / "merged.parquet").exists()
-
-
-def test_many_shards_are_read_together_and_checked_as_one_is(tmp_path):
-    """A damaged one is named, and a file of before the columns of cuDNN is read."""
-    fill(tmp_path, *([other(n), other(n, config_id=4)] for n in range(1, _TOGETHER + 1)))
-    names = schema(CONVOLUTION).names
-    shards = shards_in(tmp_path)
-    together = _read_together(shards, CONVOLUTION, schema(CONVOLUTION))
-    one_by_one = pa.concat_tables([read(path, CONVOLUTION) for path in shards])
-    assert together.equals(one_by_one, check_metadata=True)
-    assert read_shards(tmp_path, CONVOLUTION, names).equals(together)
-    pq.write_table(read(shards[3], CONVOLUTION).drop_columns(["cudnn"]), shards[3])
-    assert read_shards(tmp_path, CONVOLUTION, names).equals(together)
-    whole = shards[5].read_bytes()
-    foreign = read(shards[5], CONVOLUTION).replace_schema_metadata({"operation": "other"})
-    for damage in (lambda: shards[5].write_bytes(whole[:-100]),
-                   lambda: pq.write_table(foreign, shards[5])):  # fmt: skip
-        damage()
-        with pytest.raises(DataError, match=shards[5].name):
-            read_shards(tmp_path, CONVOLUTION, ["n"])
 
 
 def test_any_changed_byte_is_found_or_changes_nothing(tmp_path):
