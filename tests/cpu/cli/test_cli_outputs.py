@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from command_line import confpred, worked
 from sampler_rows import ROW, fill, other
+from shared import room_for
 
 from confpred.cli import Stopped, main
 from confpred.concurrency import stops_held
@@ -105,17 +105,6 @@ def test_force_replaces_what_exists(shards: Path, few_measurements: Path, tmp_pa
     assert [out.read_bytes()[:4] for out in outputs] == [b"PAR1", b'{\n "', b"\x89PNG"]
 
 
-@contextlib.contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """Let no file of this process and its helpers have more bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("command", ["merge", "plan export"])
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     command: str, shards: Path, tmp_path: Path
@@ -131,18 +120,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     refused(done, f"cannot write {out}: File too large")
     assert out.read_bytes() == PRECIOUS
     assert [path.name for path in folder.iterdir()] == ["out"]
-
-
-def test_a_full_disk_leaves_no_part_of_a_model(
-    few_measurements: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "model"
-    # Processes share data by files too, which are too large then.
-    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
-    with room_for(20_000):
-        done = confpred("train", few_measurements, "--out", out)
-    refused(done, f"cannot write {out}: File too large")
-    assert list(tmp_path.iterdir()) == []
 
 
 def inputs(tmp_path: Path, file: Path) -> Iterator[Path]:

@@ -4,13 +4,14 @@ that tests can interrupt and kill: ``sampler_run.py SUITE FOLDER``.
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pyarrow as pa
+import pytest
 import sampler_jobs
 
 from confpred.cli.sample import sample_and_report
@@ -41,13 +42,10 @@ def rows(folder: Path, kind: str = "rows") -> list[dict]:
 
 def confpred(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command where no GPU is visible."""
-    return subprocess.run(
-        [sys.executable, "-c", "from confpred.cli import main; main()", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ({"CUDA_VISIBLE_DEVICES": ""} | environment).items():
+            patch.setenv(name, value)
+        return command_line.confpred(*words)
 
 
 def runs(run_id: str, *devices: str) -> dict[int, Run]:

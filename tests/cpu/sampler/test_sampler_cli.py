@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
 
+import command_line
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -63,9 +65,7 @@ def suite(repository: Path) -> Path:
 )
 def test_bad_options_are_named(suite, tmp_path, words, message):
     done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", *words)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    command_line.named(done, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -77,7 +77,8 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
 
 @pytest.mark.slow(reason="Ray starts")
 def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
-    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    words = ("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    done = command_line.confpred(*words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
     assert (done.returncode, done.stderr) == (1, said)
 
