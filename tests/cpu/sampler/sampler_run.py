@@ -5,13 +5,10 @@ that tests can interrupt and kill: ``sampler_run.py SUITE FOLDER``.
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 
-import command_line
 import pyarrow as pa
-import pytest
 import sampler_jobs
 
 from confpred.cli.sample import sample_and_report
@@ -38,14 +35,6 @@ def run(suite: Suite, folder: Path, *devices: str, **settings) -> Tally:
 def rows(folder: Path, kind: str = "rows") -> list[dict]:
     tables = [read(path, CONVOLUTION) for path in sorted(folder.glob(f"{kind}-*.parquet"))]
     return pa.concat_tables(tables).to_pylist() if tables else []
-
-
-def confpred(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command where no GPU is visible."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ({"CUDA_VISIBLE_DEVICES": ""} | environment).items():
-            patch.setenv(name, value)
-        return command_line.confpred(*words)
 
 
 def runs(run_id: str, *devices: str) -> dict[int, Run]:

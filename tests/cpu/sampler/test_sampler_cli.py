@@ -7,12 +7,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import command_line
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from command_line import confpred, named
 from sampler_rows import ROW, fill
-from sampler_run import confpred
 
 from confpred.cli.sample import parse_duration, parse_part, sample
 from confpred.data.parquet import read, schema
@@ -27,6 +26,11 @@ from confpred.training.dataset import data_files
 def test_every_option_is_explained() -> None:
     """The help is the one list of them."""
     assert [p.name for p in sample.params if not getattr(p, "help", None)] == []
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def suite(repository: Path) -> Path:
 )
 def test_bad_options_are_named(suite, tmp_path, words, message):
     done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", *words)
-    command_line.named(done, message)
+    named(done, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -78,7 +82,7 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
 @pytest.mark.slow(reason="Ray starts")
 def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
     words = ("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
-    done = command_line.confpred(*words, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    done = confpred(*words, env=os.environ)
     said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
     assert (done.returncode, done.stderr) == (1, said)
 
@@ -116,8 +120,8 @@ def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, ta
     (shard,) = shards.glob("rows-*.parquet")
     table = pq.read_table(shard)
     large = [pa.large_string() if kind == pa.string() else kind for kind in table.schema.types]
-    named = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
-    pq.write_table(table.cast(named), shard)
+    of_pandas = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
+    pq.write_table(table.cast(of_pandas), shard)
     done = confpred("merge", shards, out)
     assert done.returncode == 1
     assert f"{shard} lacks the metadata 'operation'" in done.stderr
