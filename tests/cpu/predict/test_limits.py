@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from command_line import worked
 from fastapi.testclient import TestClient
 
 import confpred
-from confpred.cli import cli
 from confpred.errors import InvalidInput
 from confpred.families.protocol import within
 from confpred.families.registry import all_families
@@ -175,9 +174,8 @@ def test_the_service_keeps_within_limits() -> None:
 
 def providers(*words: str) -> set[str]:
     """Return whose candidates the command names."""
-    result = CliRunner().invoke(cli, ["predict", "--json", *words])
-    assert result.exit_code == 0, result.output
-    return {choice["provider"] for choice in json.loads(result.stdout)["choices"][0]}
+    done = worked("predict", "--json", *words)
+    return {choice["provider"] for choice in json.loads(done.stdout)["choices"][0]}
 
 
 def test_the_command_keeps_within_limits() -> None:
