@@ -34,6 +34,13 @@ def edit(folder: Path, change) -> None:
     (folder / "card.json").write_text(json.dumps(card))
 
 
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of the models that ship with the package, which nobody may edit."""
+    monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
+    return tmp_path
+
+
 def shipped_as(model_folder: Path, tmp_path: Path, **cards: dict) -> None:
     """Copies of a model as the package's: each by its name, with changes of its card."""
     for name, changes in cards.items():
@@ -198,17 +205,15 @@ def test_a_changed_kernel_is_a_warning(folder, caplog):
     assert note in caplog.text
 
 
-def test_the_newest_model_of_a_device_is_the_default(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
+def test_the_newest_model_of_a_device_is_the_default(model_folder, shipped):
     assert dict(NewestModels()) == {}
     created = {"a": "2025-01-01", "b": "2025-03-01", "c": "2025-02-01"}
-    shipped_as(model_folder, tmp_path, **{n: {"created": when} for n, when in created.items()})
+    shipped_as(model_folder, shipped, **{n: {"created": when} for n, when in created.items()})
     assert {key: model.version for key, model in NewestModels().items()} == {"h100": "b"}
 
 
-def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
-    shipped_as(model_folder, tmp_path, a={"device": "h100"}, b={"device": "h200"})
+def test_only_the_models_that_are_asked_for_are_loaded(model_folder, shipped):
+    shipped_as(model_folder, shipped, a={"device": "h100"}, b={"device": "h200"})
     models = NewestModels()
     assert list(models) == ["h100", "h200"]
     assert models["h100"] is models["h100"]
@@ -216,19 +221,17 @@ def test_only_the_models_that_are_asked_for_are_loaded(model_folder, tmp_path, m
         models["h200"]
 
 
-def test_a_shipped_model_is_read_as_far_as_it_is_asked(tmp_path, monkeypatch):
-    shipped = model_folders(shipped_models())["h100"]
-    shutil.copytree(shipped, tmp_path / "a")
+def test_a_shipped_model_is_read_as_far_as_it_is_asked(repository, shipped):
+    shutil.copytree(model_folders(repository / "models")["h100"], shipped / "a")
     for name in ("grouped_wgrad.order.txt", "measured.json"):
-        (tmp_path / "a" / name).write_text("damaged")
-    monkeypatch.setattr(confpred.models, "__path__", [str(tmp_path)])
+        (shipped / "a" / name).write_text("damaged")
     model = NewestModels()["h100"]
     layer = Problem(8, 64, 28, 28, 64, 3, 3, padding=1, groups=8)
     assert set(model.families_for([layer])) == {"grouped_fprop"}
     for asked in (
         lambda: model.families_for([replace(layer, direction="wgrad")]),
         lambda: model.measured.get(str(layer)),
-        lambda: load_model(tmp_path / "a"),
+        lambda: load_model(shipped / "a"),
     ):
         with pytest.raises(ModelError, match="is damaged: its SHA-256"):
             asked()

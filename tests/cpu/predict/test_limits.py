@@ -197,7 +197,7 @@ def test_limits_hold_for_the_choices_of_a_call(
     big: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor({}, plan_of([big])))
-    monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)  # here is no GPU to ask
     for wishes in (choosing.ANY, choosing.Wishes(Limits(workspace_bytes=2**40))):
         assert choosing.choose(WGRAD, 0, wishes).source == "pinned"
     assert needed(choosing.choose(WGRAD, 0, choosing.Wishes(NONE))) == 0
@@ -205,6 +205,7 @@ def test_limits_hold_for_the_choices_of_a_call(
 
 def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(FPROP, dtype="float32")
+    # Users set this switch; monkeypatch sets it back.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert choosing.limits_for(single, UNLIMITED).tf32
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -123,6 +123,9 @@ def test_a_damaged_object_is_named(folder):
     assert operation_in(shards_in(folder)[0]) == CONVOLUTION.name
 
 
+# Waits of seconds and minutes are patched to be short; nothing else of the sampler is.
+
+
 def test_a_store_that_refuses_now_and_then_loses_nothing(poor, monkeypatch):
     monkeypatch.setattr(stores, "_RETRY_S", 0.01)
     Poor.refusals = 3
@@ -173,6 +176,7 @@ def test_a_clock_that_is_ahead_takes_no_live_lease(folder, quick, monkeypatch):
         lease_of(folder, token=alive._holder["token"])
         renewing = pool.submit(renewed, alive, 20)
         with monkeypatch.context() as clocks:
+            # Another host's clock, which no test can set.
             clocks.setattr("confpred.data.remote.time.time", lambda: ahead)
             with pytest.raises(FolderBusy), Lease(folder, "ahead"):
                 pass
