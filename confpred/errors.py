@@ -17,6 +17,7 @@ ConfpredError
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shlex
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class ConfpredError(Exception):
@@ -52,6 +53,15 @@ class InvalidProblem(InvalidInput):
 
 class UnknownDevice(InvalidInput):
     """A device name is not one that confpred has a description of."""
+
+
+@contextlib.contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Put `where` before the field that an InvalidInput of the block names."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise type(error)(f"{where}{error.field}", error.value, error.allowed) from None
 
 
 class DataError(ConfpredError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 from click.testing import CliRunner
 
-from confpred.cli import cli
+from confpred.cli import cli, main
 
 #: Properties of an option that a script relies on.
 FACTS = ("name", "opts", "secondary_opts", "required", "multiple", "nargs", "default", "envvar")
@@ -98,10 +103,34 @@ _WORDS = {
 
 
 def confpred(*words: object, prelude: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run ``confpred`` with these words in a process of its own, after the program `prelude`."""
+    """Run ``confpred`` with these words: in this process, or after the program `prelude`, or `how`
+    `subprocess.run` is told, in one of its own."""
+    if not (prelude or how):
+        return _here([*map(str, words)])
     program = f"{prelude}\nfrom confpred.cli import main; main()"
     given = {"capture_output": True, "text": True, "check": False, **how}
     return subprocess.run([sys.executable, "-c", program, *map(str, words)], **given)
+
+
+def _here(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, and leave its signals and thresholds as they were."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threshold, code = gc.get_threshold(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["confpred", *words])
+        patch.setattr(sys, "path", [*sys.path])
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            gc.set_threshold(*threshold)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    said = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(words, code, *said)
 
 
 def worked(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,12 @@
-"""Files that the tests of a run share, made once: by the worker that needs it first."""
+"""Helpers of tests in all folders: files that a run makes once, and files that find no room."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,14 @@ def once_a_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Path]
             make(folder)
             made.touch()
     return folder
+
+
+@contextlib.contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Let no file of this process and its helpers have more bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -35,6 +35,7 @@ from confpred.training.fit import (
     regrets,
     text_of,
 )
+from confpred.training.regret import figures as statistics
 
 DEVICES = ("h100", "h200")
 #: Features whose distance to the least among a problem's candidates is tried.
@@ -168,12 +169,7 @@ def judged(
 
 def figures(found: Mapping[Any, tuple[str, float]]) -> dict[str, float]:
     regret = np.array([value for _, value in found.values()])
-    return {
-        "problems": len(regret),
-        "geomean": float(np.exp(np.log(regret).mean())),
-        "p95": float(np.quantile(regret, 0.95)),
-        "worst": float(regret.max()),
-    }
+    return statistics(regret, "geomean", "p95", "worst")
 
 
 def difference(

@@ -34,10 +34,11 @@ from confpred.families.registry import all_families
 from confpred.model.features import Pool, pools
 from confpred.model.trees import Trees
 from confpred.predict.predictor import distance
-from confpred.training.cross_validate import TOPS, split_by_network
+from confpred.training.cross_validate import split_by_network
 from confpred.training.dataset import Dataset, Timings, read_dataset
 from confpred.training.evaluate import Summary
 from confpred.training.fit import Hyperparameters, grow_order
+from confpred.training.regret import TOPS
 
 SHARES = (0.0, 0.01, 0.05, 0.2, 1.0)
 FOLDS, DRAWS = 4, 1

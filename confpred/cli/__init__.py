@@ -17,7 +17,7 @@ from confpred.errors import ConfpredError, InvalidInput
 COMMANDS = {
     "predict": ("ask", "Name the best config of a layer or a network."),
     "explain": ("ask", "Say why a layer gets the config that it gets."),
-    "devices": ("ask", "List the GPUs that are known, and what their models know."),
+    "devices": ("devices", "List the GPUs that are known, and what their models know."),
     "plan": ("ask", "Write, show or check a plan: choices that are taken as they are."),
     "sample": ("sample", "Measure configs on this machine's GPUs."),
     "merge": ("learn", "Join measurements into one file, or add them to a folder."),

@@ -1,10 +1,10 @@
-"""Commands that ask for choices without a GPU: `confpred predict`, `explain`, `plan`, `devices`."""
+"""Commands that ask for choices without a GPU: `confpred predict`, `explain` and `plan`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,20 +30,15 @@ from confpred.cli.arguments import (
 )
 from confpred.errors import ConfpredError
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
-from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.limits import Limits
 
 if TYPE_CHECKING:
-    from confpred.model.card import KnownDevice
     from confpred.predict.plan import Plan
 
 _PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 _ANSWER_HEADINGS = (
     "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
     "config",
-)  # fmt: skip
-_DEVICE_HEADINGS = (
-    "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
 )  # fmt: skip
 _GUESSES = {
     "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
@@ -342,96 +337,3 @@ def _plan_table(plan: Plan) -> Iterator[str]:
     yield f"{_plan_summary(plan)}; made by {made}" + (f", model {plan.model}" if plan.model else "")
     if (outdated := plan.outdated()) is not None:
         yield f"cannot be used here: {outdated}"
-
-
-@click.command("devices")
-@click.argument("device", required=False)
-@json_option(help="Print the devices as JSON.")
-@model_option
-def devices(device: str | None, as_json: bool, model: Path | None) -> None:
-    """List the GPUs that are known, and what their models know; or everything about one DEVICE.
-
-    \b
-    confpred devices
-    confpred devices h100
-    confpred devices --json
-
-    GB/s is the copy bandwidth, bytes read plus bytes written. TFLOP/s is the dense half-precision
-    rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
-    that is not in the list is known once its driver was asked, when a process first uses it.
-    """
-    from confpred.families.registry import all_operations
-    from confpred.model.card import KnownDevice, known_devices
-    from confpred.model.folder import NewestModels
-    from confpred.predict.predictor import Predictor
-    from confpred.problem.device import get_device
-
-    models = [*Predictor.load(model).models.values()]
-    if model is None:
-        others = all_operations().keys() - {CONVOLUTION.name}
-        models += [m for name in sorted(others) for m in NewestModels(operation=name).values()]
-    found = known_devices(sorted(models, key=lambda each: each.device.key))
-    if device is not None:
-        key = next((k.device.key for k in found if k.device.key == device), None)
-        wanted = get_device(device if key is None else key)
-        found = [k for k in found if k.device.key == wanted.key] or [KnownDevice(wanted)]
-    if as_json:
-        click.echo(json.dumps({"devices": [known.to_json() for known in found]}, indent=1))
-    elif device is None:
-        click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, found)])))
-    else:
-        click.echo("\n".join(_device_facts(found)))
-
-
-def _device_row(known: KnownDevice) -> tuple[str, ...]:
-    d = known.device
-    return (
-        *(d.key, d.product, d.arch, str(d.sm_count)),
-        *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
-        *(known.model or "none", _layers(known)),
-        "" if known.problems is None else f"{known.problems:,}",
-    )
-
-
-def _layers(known: KnownDevice) -> str:
-    """Return the kinds of layers that a model knows; those of convolutions have names."""
-    return " ".join(known.layers) if known.operation == CONVOLUTION.name else known.operation or ""
-
-
-def _device_facts(models: Sequence[KnownDevice]) -> Iterator[str]:
-    d = models[0].device
-    yield f"{d.key}: {d.product}, {d.arch}"
-    facts = {
-        "multiprocessors": f"{d.sm_count}, of {d.warps_per_sm} warps and {d.blocks_per_sm} blocks",
-        "shared memory": f"{d.smem_per_sm:,} bytes each, {d.smem_per_block:,} for a block",
-        "L2 cache": f"{d.l2_bytes:,} bytes",
-        "bandwidth": f"{d.dram_bytes_per_s / 1e9:.0f} GB/s, read plus written",
-        "arithmetic": f"{d.tensor_flops / 1e12:.1f} TFLOP/s in half precision, "
-        f"{d.simt_flops / 1e12:.1f} in float32",
-    }
-    yield from _aligned_facts(facts)
-    for known in models:
-        yield from _aligned_facts(_model_facts(known))
-
-
-def _aligned_facts(facts: Mapping[str, str]) -> Iterator[str]:
-    yield from (f"{name:15}  {value}" for name, value in facts.items() if value)
-
-
-def _model_facts(known: KnownDevice) -> dict[str, str]:
-    none = "none: that of the nearest device answers, without a bound"
-    facts = {"model": known.model or none}
-    if known.model is not None:
-        dense = (
-            "" if known.operation != CONVOLUTION.name or "dense" in known.layers else "; not dense"
-        )
-        facts |= {
-            "operation": str(known.operation),
-            "layers": _layers(known) + dense,
-            "families": " ".join(known.families),
-            "trained on": f"{known.rows:,} rows of {known.problems:,} problems of "
-            f"{known.networks:,} networks",
-            "measured with": f"driver {' or '.join(known.driver) or 'not recorded'}, "
-            f"cuDNN {' or '.join(known.cudnn) or 'not recorded'}",
-        }
-    return facts

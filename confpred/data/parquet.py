@@ -17,11 +17,11 @@ from datetime import datetime, timezone
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -71,18 +71,36 @@ def operation_in(path: File) -> str:
     Raises:
         DataError: the file is missing, truncated or damaged.
     """
-    return _schema_in(path)[0]
+    with _opened(path) as file:
+        return _operation_of(file)
 
 
-def _schema_in(path: File) -> tuple[str, list[str]]:
-    """Return the operation and the columns of a file."""
+def operation_of_file(path: File) -> Operation:
+    """Return the operation that a file of measurements is of.
+
+    Raises:
+        DataError: it cannot be read, or no family computes that operation.
+    """
+    name = operation_in(path)
+    if name not in all_operations():
+        raise unknown_operation(path, name)
+    return all_operations()[name]
+
+
+@contextlib.contextmanager
+def _opened(path: File, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a file; whatever is wrong with it in the block is a DataError that names it."""
     try:
         with path.open("rb") as file:
-            found = pq.read_schema(file)
-    except (OSError, pa.ArrowException) as error:
-        raise _not_whole(path, error) from error
-    name = (found.metadata or {}).get(_OPERATION.encode(), b"").decode(errors="replace")
-    return name, found.names
+            yield pq.ParquetFile(file, page_checksum_verification=True, **options)
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise DataError(f"{path} is not a whole file of measurements: {reason}") from error
+
+
+def _operation_of(file: pq.ParquetFile) -> str:
+    found = file.schema_arrow.metadata or {}
+    return str(found.get(_OPERATION.encode(), b"").decode(errors="replace"))
 
 
 def unknown_operation(path: File, name: str) -> DataError:
@@ -105,32 +123,23 @@ def read(
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
             column.
     """
-    holds, present = _schema_in(path)
-    if not holds and not unnamed:
-        raise unknown_operation(path, holds)
-    if holds not in ("", operation.name):
-        raise DataError(f"{path} holds measurements of {holds!r}, not of {operation.name!r}")
     known = schema(operation)
     names = known.names if columns is None else list(columns)
-    absent = [name for name in names if name in _ADDED and name not in present]
-    try:
-        with path.open("rb") as file:
-            # One thread: a process that ends soon afterwards would sometimes abort because Arrow
-            # is still starting threads.
-            found = pq.read_table(
-                file,
-                columns=[name for name in names if name not in absent],
-                use_threads=False,
-                pre_buffer=False,
-                page_checksum_verification=True,
-            )
+    with _opened(path) as file:
+        holds, present = _operation_of(file), file.schema_arrow.names
+        if not holds and not unnamed:
+            raise unknown_operation(path, holds)
+        if holds not in ("", operation.name):
+            raise DataError(f"{path} holds measurements of {holds!r}, not of {operation.name!r}")
+        absent = [name for name in names if name in _ADDED and name not in present]
+        # One thread: a process that ends soon afterwards would sometimes abort because Arrow is
+        # still starting threads.
+        found = file.read([name for name in names if name not in absent], use_threads=False)
         for name in absent:
             found = found.append_column(name, pa.array([""] * found.num_rows, pa.string()))
         wanted = pa.schema([known.field(name) for name in names], known.metadata)
         table = found.select(names).cast(wanted)
         table.validate(full=True)  # finds texts that are not UTF-8, for instance
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        raise _not_whole(path, error) from error
     return table
 
 
@@ -142,8 +151,7 @@ def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: 
         DataError: it has more, or is damaged.
     """
     texts = [field.name for field in schema(operation) if pa.types.is_string(field.type)]
-    try:
-        file = pq.ParquetFile(path, read_dictionary=texts, page_checksum_verification=True)
+    with _opened(path, read_dictionary=texts) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         count, unpacked = file.metadata.num_rows, sum(each.total_byte_size for each in groups)
         if not 0 < count <= rows or unpacked > size:
@@ -163,13 +171,6 @@ def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: 
                         f"column {name} has a text of {longest} bytes, and {in_all} bytes in all; "
                         f"allowed: {text}, and {size} in all"
                     )
-    except (OSError, pa.ArrowException, ValueError) as error:
-        raise _not_whole(path, error) from error
-
-
-def _not_whole(path: File, error: Exception) -> DataError:
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    return DataError(f"{path} is not a whole file of measurements: {reason}")
 
 
 def write(table: pa.Table, path: File, *, replace: bool = True) -> None:
@@ -295,9 +296,7 @@ _CONTENT = ("device", "family", "config", "source_digest", "cudnn_mode", "status
 #: Column of the parts that a service has admitted: the digest of a row's content.
 CONTENT = "content"
 _MOST_PARTS = 99  # of a day
-#: Files that are worth a dataset; Arrow's threads have started long before so many are read.
-_TOGETHER = 8
-_READERS = 16  # of an object store's footers at a time
+_READERS = 16  # of an object store's files at a time
 
 
 def shards_in(folder: Folder, *, anchors: bool = False) -> list[File]:
@@ -335,37 +334,10 @@ def read_shards(
     known = schema(operation)
     wanted = pa.schema([known.field(name) for name in columns], known.metadata)
     shards = shards_in(folder, anchors=anchors)
-    if len(shards) >= _TOGETHER:
-        with contextlib.suppress(OSError, pa.ArrowException, ValueError):  # `read` says where
-            return _read_together(shards, operation, wanted)
-    parts = [read(path, operation, columns, unnamed=unnamed) for path in shards]
-    return pa.concat_tables([wanted.empty_table(), *parts])
-
-
-def _read_together(files: Sequence[File], operation: Operation, wanted: pa.Schema) -> pa.Table:
-    """Return the columns `wanted` of whole files of today's columns; raises an error of Arrow's, or
-    a ValueError, where one is anything else."""
-    remote = [file for file in files if isinstance(file, RemoteFile)]
-    checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
-    shards = ds.dataset(
-        [file.path for file in remote] or [str(file) for file in files],
-        schema=wanted,
-        format=ds.ParquetFileFormat(default_fragment_scan_options=checked),
-        filesystem=remote[0].fs if remote else None,
-    )
-
-    def is_whole(shard: ds.Fragment) -> bool:
-        found = shard.physical_schema
-        holds = (found.metadata or {}).get(_OPERATION.encode())
-        return holds == operation.name.encode() and set(wanted.names) <= set(found.names)
-
+    one = partial(read, operation=operation, columns=columns, unnamed=unnamed)
     # An object store takes long to answer.
-    with ThreadPoolExecutor(_READERS if remote else 1) as readers:
-        if not all(readers.map(is_whole, shards.get_fragments())):
-            raise ValueError("files of another operation, or of other columns")
-    table = shards.to_table(use_threads=bool(remote)).replace_schema_metadata(wanted.metadata)
-    table.validate(full=True)
-    return table
+    with ThreadPoolExecutor(1 if isinstance(folder, Path) else _READERS) as readers:
+        return pa.concat_tables([wanted.empty_table(), *readers.map(one, shards)])
 
 
 def merge(
@@ -485,8 +457,5 @@ def _joined(
 def _operation_in(folders: Sequence[Folder], anchors: bool) -> Operation:
     """Return the operation of the first shard; `read` refuses shards of another operation."""
     for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
-        name = operation_in(shard)
-        if name not in all_operations():
-            raise unknown_operation(shard, name)
-        return all_operations()[name]
+        return operation_of_file(shard)
     return CONVOLUTION

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from confpred.errors import DataError, InvalidInput, InvalidProblem
+from confpred.errors import DataError, InvalidInput, placed
 from confpred.families.registry import all_operations, operation_of
 from confpred.files import read_json, write_whole
 from confpred.problem.conv2d import CONVOLUTION
@@ -112,8 +112,6 @@ def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
         isinstance(name, str) and name and "," not in name for name in networks
     ):
         raise DataError(f"{where}.networks must be a list of names without commas")
-    try:
+    with placed(f"{where}."):
         problem = kind.from_json({k: v for k, v in fields.items() if k != "networks"})
-    except InvalidProblem as error:
-        raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
     return Entry(problem, tuple(networks))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import parse_json
 from confpred.model.trees import Trees
-from confpred.problem.device import KNOWN, Device
-
-if TYPE_CHECKING:
-    from confpred.model.folder import Model
 
 CARD, FORMAT = "card.json", "confpred-model/5"
 #: Signature of the card, which has the digests of all other files, by ``ssh-keygen -Y sign -n
@@ -312,51 +308,3 @@ def refusing(folder: Path) -> Iterator[None]:
         if isinstance(error, ConfpredError):
             raise ModelError(f"{folder}: {error}") from error
         raise ModelError(f"{folder / CARD} is damaged: {error!r}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class KnownDevice:
-    """A device and what its model knows; a device without one has None and nothing there.
-
-    Attributes:
-        device: its description.
-        model: version of its model.
-        operation: what that model chooses for, such as ``conv2d``.
-        families: the kernel families and libraries that it knows.
-        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
-        rows, problems, networks: measurements that it was trained on, and what these are of.
-        driver, cudnn: versions that the measurements were made with.
-    """
-
-    device: Device
-    model: str | None = None
-    operation: str | None = None
-    families: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-    rows: int | None = None
-    problems: int | None = None
-    networks: int | None = None
-    driver: tuple[str, ...] = ()
-    cudnn: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the one JSON form, printed by ``confpred devices --json``."""
-        return asdict(self)
-
-
-def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
-    """Return the devices of `models`, once a model, then those of the table that have none.
-
-    Raises:
-        ModelError: a model is damaged.
-    """
-    learned = []
-    for model in models:
-        families, data = model.card.families, model.card.data
-        layers = sorted({each for entry in families.values() for each in entry.groupings})
-        what = (model.version, model.operation.name, tuple(families), tuple(layers))
-        versions = (tuple(model.card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
-        amounts = (data.rows, data.problems, data.networks)
-        learned.append(KnownDevice(model.device, *what, *amounts, *versions))
-    has_one = {known.device.key for known in learned}
-    return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]

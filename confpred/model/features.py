@@ -144,7 +144,6 @@ class Registers:
         self._at = at = {name: place for place, name in enumerate(family.feature_names)}
         self._threads = at["block_threads" if "block_threads" in at else "threads"]
         self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
-        self._measured = lru_cache(maxsize=_KINDS_KEPT)(self._row)
 
     def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
         """Return the registers of a thread of each of `rows`; 0 where no like kernel is known."""
@@ -183,15 +182,9 @@ class Registers:
         """Return the registers of each kernel for `kind`, or else of the kind most like it."""
         registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
         for like in (kind, *kind.stand_ins()):
-            measured = self._measured(like)
-            if measured is not None:
-                registers = np.where(registers, registers, measured)
+            if (row := self._known.get(str(like))) is not None:
+                registers = np.where(registers, registers, np.array(row, np.int16))
         return registers
-
-    def _row(self, kind: Kind) -> NDArray[np.int16] | None:
-        """Return the registers of each kernel that was measured for `kind`, 0 of the others."""
-        row = self._known.get(str(kind))
-        return None if row is None else np.array(row, np.int16)
 
 
 def kernels_of(family: Family) -> Rows:

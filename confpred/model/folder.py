@@ -29,7 +29,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,9 +71,6 @@ FILES = re.compile(
 )
 REGISTERS, BOUND_TREES = "{}.registers.json", "bound.txt"
 GATE_TREES = "gate.txt"
-#: So many problems are looked up in the text of ``measured.json`` (0.1 ms each) before it is parsed
-#: (15 ms).
-_SEARCHES = 8
 _VERSIONS_A_DAY = 100
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
 _Value = TypeVar("_Value")
@@ -331,21 +328,14 @@ class _Families(_Loaded[FamilyModel]):
 
 
 class _Measured(Mapping[str, Best]):
-    """The best measured config of each problem, by the problem's words."""
+    """The best measured config of each problem, by the problem's words; parsed at the first
+    question."""
 
     def __init__(self, folder: Path, card: Card) -> None:
-        self._folder, self._card = folder, card
+        self._parse = partial(_measured, folder, card)
         self._best: dict[str, Best] | None = None
-        self._searched = 0
-        self._lock = threading.Lock()  # for all of these until there is `_best`
 
     def __getitem__(self, words: str) -> Best:
-        if self._best is None:
-            with uninterrupted, self._lock:
-                self._searched += 1
-                searched = self._best is None and self._searched <= _SEARCHES
-                if searched and json.dumps(words).encode() not in self._content:
-                    raise KeyError(words)
         return self._parsed()[words]
 
     def __iter__(self) -> Iterator[str]:
@@ -354,17 +344,9 @@ class _Measured(Mapping[str, Best]):
     def __len__(self) -> int:
         return len(self._parsed())
 
-    @cached_property
-    def _content(self) -> bytes:
-        with refusing(self._folder):
-            return checked_file(self._folder, self._card, MEASURED)
-
     def _parsed(self) -> dict[str, Best]:
         if self._best is None:
-            with uninterrupted, self._lock, refusing(self._folder):
-                if self._best is None:
-                    self._best = _measured(self._folder / MEASURED, self._content)
-                    del self._content
+            self._best = self._parse()  # two threads may do so at once, and find the same
         return self._best
 
 
@@ -452,21 +434,23 @@ def _stale(entry: FamilyCard) -> str:
     return f"{entry.source} is {current}; the measurements are of {trained}"
 
 
-def _measured(path: Path, content: bytes) -> dict[str, Best]:
-    try:
-        entries = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    counts = {PYTORCH_OPERATOR.provider: 1}
-    best = {}
-    for entry in entries:
-        name, row = entry["provider"], entry["config_id"]
-        if name not in counts:
-            counts[name] = len(_family(path.parent, name).configs)
-        if type(row) is not int or not 0 <= row < counts[name]:
-            raise ModelError(f"{path} is damaged: {name} has no config {row!r}")
-        time_ms = entry["time_ms"]
-        if type(time_ms) is not float or not 0.0 <= time_ms < math.inf:
-            raise ValueError(f"time_ms is {time_ms!r}, not a number of at least 0")
-        best[str(entry["problem"])] = Best(Candidate(name, row), time_ms)
-    return best
+def _measured(folder: Path, card: Card) -> dict[str, Best]:
+    path = folder / MEASURED
+    with refusing(folder):
+        try:
+            entries = json.loads(checked_file(folder, card, MEASURED))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not JSON: {error}") from error
+        counts = {PYTORCH_OPERATOR.provider: 1}
+        best = {}
+        for entry in entries:
+            name, row = entry["provider"], entry["config_id"]
+            if name not in counts:
+                counts[name] = len(_family(folder, name).configs)
+            if type(row) is not int or not 0 <= row < counts[name]:
+                raise ModelError(f"{path} is damaged: {name} has no config {row!r}")
+            time_ms = entry["time_ms"]
+            if type(time_ms) is not float or not 0.0 <= time_ms < math.inf:
+                raise ValueError(f"time_ms is {time_ms!r}, not a number of at least 0")
+            best[str(entry["problem"])] = Best(Candidate(name, row), time_ms)
+        return best

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,20 +46,10 @@ _ROW_MAJOR = 1
 _HEADER = re.compile(rb"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 # One thread: the few hundred rows of a call take less time than waking a second one.
 _PARAMETERS = b"num_threads=1 verbosity=-1"
-#: A call for a matrix takes 13 us before its first row, as it reads its parameters again; one for a
-#: row that was prepared takes 0.6 us more a row.
-_FEW_ROWS = 16
 #: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
 _parsing = threading.Lock()
 #: Where LightGBM writes how many values it wrote, which is known: one place for all calls.
 _count = ctypes.byref(ctypes.c_int64())
-
-
-class _Booster(NamedTuple):
-    """A booster that LightGBM read from a text, and what it prepared for single rows."""
-
-    handle: ctypes.c_void_p
-    prepared: ctypes.c_void_p
 
 
 class Trees:
@@ -85,9 +75,9 @@ class Trees:
             raise ModelError(f"{origin} is damaged: not LightGBM's text form of an ensemble")
         self.features = tuple(header[1].decode().split())
         self._text, self._origin = text, origin
-        self._boosters: dict[tuple[int, int | None], _Booster] = {}
+        self._boosters: dict[tuple[int, int | None], ctypes.c_void_p] = {}
 
-    def _booster(self, first: int, end: int | None) -> _Booster:
+    def _booster(self, first: int, end: int | None) -> ctypes.c_void_p:
         # Each part has its own: LightGBM stores in the booster how many trees to use and reads that
         # back without a lock, so that simultaneous calls would use each other's number.
         if (first, end) not in self._boosters:
@@ -109,9 +99,9 @@ class Trees:
             raise ModelError(f"{self._origin} is damaged: {error}") from None
         return text
 
-    def _parse(self, first: int, end: int | None) -> _Booster:
+    def _parse(self, first: int, end: int | None) -> ctypes.c_void_p:
         text = self.check(first, end)
-        library, handle, prepared = _library(), ctypes.c_void_p(), ctypes.c_void_p()
+        library, handle = _library(), ctypes.c_void_p()
         found, most = ctypes.c_int(), ctypes.c_int()
         # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
         # parallel region would wait for them for good.
@@ -124,11 +114,7 @@ class Trees:
             _check(library.LGBM_SetMaxThreads(most))
         # Not at the end of the process, when other threads may be predicting still.
         weakref.finalize(self, library.LGBM_BoosterFree, handle).atexit = False
-        shape = (_DTYPE_FLOAT32, len(self.features), _PARAMETERS)
-        prepare = library.LGBM_BoosterPredictForMatSingleRowFastInit
-        _check(prepare(handle, *_RAW_OF_ALL, *shape, ctypes.byref(prepared)))
-        weakref.finalize(self, library.LGBM_FastConfigFree, prepared).atexit = False
-        return _Booster(handle, prepared)
+        return handle
 
     def predict(
         self, matrix: NDArray[np.float32], first: int = 0, end: int | None = None
@@ -150,18 +136,11 @@ class Trees:
             takes = f"the model takes {len(self.features)} features a row"
             raise ModelError(f"{takes}; got an array of {matrix.shape}")
         values = np.empty(len(matrix), np.float64)
+        shape = (_DTYPE_FLOAT32, *matrix.shape, _ROW_MAJOR)
         with uninterrupted:
-            booster = self._booster(first, end)
-            row, value = _address(matrix), _address(values)
-            if len(matrix) > _FEW_ROWS:
-                shape = (_DTYPE_FLOAT32, *matrix.shape, _ROW_MAJOR)
-                many = _library().LGBM_BoosterPredictForMat
-                _check(many(booster.handle, row, *shape, *_RAW_OF_ALL, _PARAMETERS, _count, value))
-                return values
-            predict = _library().LGBM_BoosterPredictForMatSingleRowFast
-            for _ in range(len(matrix)):
-                _check(predict(booster.prepared, row, _count, value))
-                row, value = row + matrix.strides[0], value + values.itemsize
+            booster, predict = self._booster(first, end), _library().LGBM_BoosterPredictForMat
+            found = (_count, _address(values))
+            _check(predict(booster, _address(matrix), *shape, *_RAW_OF_ALL, _PARAMETERS, *found))
         return values
 
 
@@ -179,7 +158,6 @@ def _library() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
             library.LGBM_GetLastError.restype = ctypes.c_char_p
             pointer, number = ctypes.c_void_p, ctypes.c_int
-            library.LGBM_BoosterPredictForMatSingleRowFast.argtypes = [pointer] * 4
             library.LGBM_BoosterPredictForMat.argtypes = [
                 *(pointer, pointer, number, ctypes.c_int32, ctypes.c_int32),
                 *([number] * 4),

@@ -20,13 +20,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from confpred._version import __version__
-from confpred.errors import DataError, InvalidInput, nearest
+from confpred.errors import DataError, InvalidInput, nearest, placed
 from confpred.families import registry
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
@@ -180,7 +179,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
     kernels = content.get("kernels", {})
     if not isinstance(kernels, dict) or not all(isinstance(v, str) for v in kernels.values()):
         raise DataError(f'{path}: "kernels" must be an object of texts')
-    with _in(f"{path}: "):
+    with placed(f"{path}: "):
         listed = list(_of_this_format(content, content[name]))
         operation = registry.operation_named(content.get("operation", CONVOLUTION.name))
         model, version = _text(content, "model"), _text(content, "confpred")
@@ -189,7 +188,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
         where = f"{path}: {name}[{index}]"
         if not isinstance(fields, dict) or not set(_OF_A_CHOICE[:4]) <= set(fields):
             raise DataError(f"{where} must be an object of {', '.join(_OF_A_CHOICE[:4])}")
-        with _in(f"{where}."):
+        with placed(f"{where}."):
             choice = _choice(fields, operation, model)
         if (choice.problem, choice.device) in choices:
             raise DataError(f"{where} is of a problem that was chosen for before")
@@ -230,15 +229,6 @@ def named_candidate(problem: Record, device: Device, name: object, config: objec
     alike = {w: len({*w.split()} & {*words.split()}) for w, i in rows.items() if legal[i]}
     near = max(alike, key=alike.__getitem__, default="none")
     raise InvalidInput("config", config, f"{allowed}; the nearest is {near}")
-
-
-@contextmanager
-def _in(where: str) -> Iterator[None]:
-    """Name the place of a field that is refused."""
-    try:
-        yield
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}{error.field}", error.value, error.allowed) from None
 
 
 def _of_this_format(content: Mapping[str, Any], listed: Iterable[Any]) -> Iterator[Any]:

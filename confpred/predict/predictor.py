@@ -15,14 +15,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from confpred.concurrency import Remembered
+from confpred.concurrency import Recent, Remembered
 from confpred.errors import InvalidInput
-from confpred.families.protocol import (
-    PYTORCH_OPERATOR,
-    Candidate,
-    first_within,
-    within,
-)
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, first_within, within
 from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
@@ -37,8 +32,8 @@ from confpred.problem.record import Record
 #: How many answers are remembered, or up to twice as many: choices of 2 kB, rankings of 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
-#: For how many limits there are answers in memory.
-_LIMITS_KEPT = 4
+#: For how many limits there are answers in memory, or up to twice as many.
+_LIMITS_KEPT = 2
 #: How many problems are worked out together at most: more would be no faster, and each takes about
 #: 1.4 MB while it is under way.
 TOGETHER = 16
@@ -58,7 +53,7 @@ class Predictor:
         """Use `models`, by device key, which are not to change, and follow `plan` first."""
         self._models = MappingProxyType(models)
         self._limits = UNLIMITED
-        self._within: dict[Limits, Predictor] = {}
+        self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
         self._planned = {(c.problem, c.device): c for c in (plan.choices if plan else ())}
         self._best = Remembered(self._work_out, BEST_KEPT)
         self._ranking = Remembered(self._work_out, RANKINGS_KEPT)
@@ -115,9 +110,7 @@ class Predictor:
         if found is None:
             found = Predictor(self._models)
             found._planned, found._limits = self._planned, limits
-            if len(self._within) >= _LIMITS_KEPT:
-                self._within.clear()
-            self._within[limits] = found
+            self._within.put(limits, found)
         return found
 
     def choose(

@@ -17,11 +17,13 @@ from matplotlib.figure import Figure
 from confpred.families.registry import config_words
 from confpred.files import write_whole
 from confpred.report import COVERAGE
+from confpred.report.judged import noise_by_time
 from confpred.training.evaluate import draw_regrets
 
 if TYPE_CHECKING:
     from confpred.predict.explain import LayerExplanation
     from confpred.report.judged import Evaluated, Group, Importance
+    from confpred.training.dataset import Dataset
 
 #: Colours that no reader sees: each stands for one of the page's.
 _INK, _GRID = "#010101", "#010102"
@@ -78,7 +80,7 @@ def regret_by_family(families: Families) -> str:
 
     def draw(axes: Any) -> None:
         for name, groups, places, color in _lines(axes, families):
-            means, quantiles = ([getattr(g, f) for g in groups] for f in ("geomean", "p95"))
+            means, quantiles = ([getattr(g.regret, f) for g in groups] for f in ("geomean", "p95"))
             axes.hlines(places, means, quantiles, color=color, linewidth=2)
             axes.plot(means, places, "o", color=color, label=f"{name}: geomean")
             axes.plot(quantiles, places, "|", color=color, markersize=10, markeredgewidth=2,
@@ -96,7 +98,9 @@ def coverage(families: Families) -> str:
     def draw(axes: Any) -> None:
         for name, groups, places, color in _lines(axes, families):
             for label, group, place in zip_longest([name], groups, places):
-                axes.hlines(place, *_wilson(group.covered, group.layers), color=color, linewidth=2)
+                axes.hlines(
+                    place, *_wilson(group.covered, group.regret.problems), color=color, linewidth=2
+                )
                 axes.plot(group.covered, place, "o", color=color, label=label)
         axes.axvline(COVERAGE, color=_INK, linewidth=1, linestyle="--")
         axes.set_xlim(right=1.0)
@@ -141,8 +145,9 @@ def importance(pool: str, found: Sequence[Importance]) -> str:
                   (7.2, 0.8 + 0.26 * len(shown)), draw)  # fmt: skip
 
 
-def noise(by_time: Mapping[str, Sequence[Any]]) -> str:
+def noise(datasets: Mapping[str, Dataset]) -> str:
     """Draw median and 95 % quantile of the noise by the time of a config, by device."""
+    by_time = {device: noise_by_time(dataset.timings) for device, dataset in datasets.items()}
     names = list(dict.fromkeys(group.name for groups in by_time.values() for group in groups))
 
     def draw(axes: Any) -> None:

@@ -25,10 +25,8 @@ from confpred.problem.record import Record
 from confpred.report import COVERAGE
 from confpred.training import EVALUATION_FORMAT
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.evaluate import geomean
+from confpred.training.regret import Spread, geomean
 
-#: A choice that takes this many times as long as the best config is shown as slow.
-SLOW = 1.1
 _BATCHES = (1, 4, 8, 16, 32, 64, 128)  # upper ends of the groups of batch sizes
 _BATCH_NAMES = ("1", *(f"{a + 1} to {b}" for a, b in pairwise(_BATCHES)), "129 and more")
 _TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)  # upper ends of the groups of times
@@ -55,8 +53,7 @@ class JudgedLayer:
     best_ms: float  # time of its fastest measured config
     regret: float  # time of the choice over that
     candidates: int  # configs that were chosen from
-    #: The bound on the regret that came with the choice; where the evaluation has none, the 95 %
-    #: quantile of the regret in the folds that the layer is not of.
+    #: On its regret: the 95 % quantile of the regret in the folds that the layer is not of.
     bound: float
 
 
@@ -67,7 +64,6 @@ class Evaluated:
     name: str  # in tables: the device, with a number where there are several
     device: Device
     layers: tuple[JudgedLayer, ...]  # every judged problem and family
-    own_bounds: bool  # whether the evaluation has a bound for each of them
     figures: Mapping[str, Any]  # the content of the file
 
 
@@ -89,15 +85,13 @@ def evaluated(figures: Mapping[str, Any], source: str) -> Evaluated:
     try:
         device = get_device(figures["device"])
         entries = list(figures["judged"])
-        own = bool(entries) and all(entry.get("regret_bound") is not None for entry in entries)
-        bounds = [e["regret_bound"] for e in entries] if own else _constant_bounds(figures)
-        layers = tuple(map(_layer, entries, bounds))
+        layers = tuple(map(_layer, entries, _constant_bounds(figures)))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = str(error) if isinstance(error, ConfpredError) else repr(error)
         raise DataError(f"{source} is damaged: {reason}") from error
     if not layers:
         raise DataError(f"{source} judges no layer")
-    return Evaluated(device.key, device, layers, own, figures)
+    return Evaluated(device.key, device, layers, figures)
 
 
 def _layer(entry: Mapping[str, Any], bound: float) -> JudgedLayer:
@@ -137,13 +131,7 @@ class Group:
     """Judged layers that have something in common, which is their name."""
 
     name: str
-    layers: int  # how many
-    geomean: float  # this and the next three: of their regret
-    p95: float
-    worst: float
-    slow: float  # share of them with a regret above ``SLOW``
-    efficiency: float  # mean of best time over the choice's
-    efficiency_p10: float
+    regret: Spread
     bound: float  # geometric mean of the bounds
     covered: float  # share of them whose regret is within its bound
 
@@ -152,18 +140,7 @@ class Group:
         """Return the figures of at least one layer."""
         regret = np.array([layer.regret for layer in layers])
         bound = np.array([layer.bound for layer in layers])
-        return cls(
-            name=name,
-            layers=len(layers),
-            geomean=geomean(regret),
-            p95=float(np.quantile(regret, 0.95)),
-            worst=float(regret.max()),
-            slow=float((regret > SLOW).mean()),
-            efficiency=float((1 / regret).mean()),
-            efficiency_p10=float(np.quantile(1 / regret, 0.1)),
-            bound=geomean(bound),
-            covered=float((regret <= bound).mean()),
-        )
+        return cls(name, Spread.of(regret), geomean(bound), float((regret <= bound).mean()))
 
 
 def groups_of(layers: Iterable[JudgedLayer], subject: str) -> list[Group]:
@@ -176,7 +153,7 @@ def groups_of(layers: Iterable[JudgedLayer], subject: str) -> list[Group]:
             members[name].append(layer)
     groups = [Group.of(name, found) for name, found in sorted(members.items())]
     if subject == "network":
-        groups.sort(key=lambda group: -group.geomean)
+        groups.sort(key=lambda group: -group.regret.geomean)
     if subject == "batch":
         groups.sort(key=lambda group: _BATCH_NAMES.index(group.name))
     return groups

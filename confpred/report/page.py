@@ -15,23 +15,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from confpred._version import __version__
-from confpred.data.parquet import read
+from confpred.data.parquet import operation_of_file, read
 from confpred.errors import DataError
 from confpred.files import write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, load_model, model_folders
-from confpred.report import COVERAGE, charts, tables
-from confpred.report.judged import (
-    Evaluated,
-    evaluated,
-    groups_of,
-    importances,
-    noise_by_family,
-    noise_by_time,
-    read_evaluation,
-    worst_layers,
-)
-from confpred.training.dataset import Dataset, data_files, operation_of_file, read_dataset
+from confpred.report import COVERAGE, charts, judged, tables
+from confpred.report.judged import Evaluated, evaluated, read_evaluation
+from confpred.training.dataset import Dataset, data_files, read_dataset
 from confpred.training.evaluate import evaluate
 from confpred.training.fit import Hyperparameters
 
@@ -51,6 +42,7 @@ def write_page(inputs: Inputs, path: Path, *, replace: bool = True) -> None:
 
 
 def page(inputs: Inputs) -> str:
+    """Return the page; `page.html` asks `judged`, `tables` and `charts` for its parts."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -58,45 +50,21 @@ def page(inputs: Inputs) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    evaluations = inputs.evaluations
-    families = {e.name: groups_of(e.layers, "family") for e in evaluations}
-    noise = {key: noise_by_time(d.timings) for key, d in inputs.datasets.items()}
     return environment.get_template("page.html").render(
         title=_title(inputs),
         version=__version__,
         style=Markup(files("confpred").joinpath("page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
         inputs=inputs,
-        held_out=tables.holdout_tables(evaluations),
-        held_out_facts=[(e.name, tables.holdout_facts(e)) for e in evaluations],
-        summary=tables.summary_table(evaluations) if evaluations else None,
-        whole=tables.whole_table(evaluations),
-        speeds=[(e.name, e.figures["whole"]) for e in evaluations if e.figures.get("whole")],
-        curves=Markup(charts.regret_curves(evaluations)) if evaluations else None,
-        family_chart=Markup(charts.regret_by_family(families)) if evaluations else None,
-        methods=tables.method_table(evaluations),
-        regrets=tables.regret_tables(evaluations),
-        coverage=tables.coverage_table(evaluations),
-        coverage_chart=Markup(charts.coverage(families)) if evaluations else None,
+        evaluations=inputs.evaluations,
+        families={e.name: judged.groups_of(e.layers, "family") for e in inputs.evaluations},
         wanted=COVERAGE,
-        constant=[e.name for e in evaluations if not e.own_bounds],
-        worst=[(e, worst_layers(e, inputs.datasets.get(e.device.key), WORST)) for e in evaluations],
-        importances=[
-            (
-                m,
-                [
-                    (name, Markup(charts.importance(f"{m.version}-{name}", found)))
-                    for name, found in importances(m).items()
-                ],
-            )
-            for m in inputs.models
-        ],
-        noise=tables.noise_table(
-            {key: noise_by_family(d.timings) for key, d in inputs.datasets.items()}
-        ),
-        noise_chart=Markup(charts.noise(noise)) if noise else None,
-        evaluation_facts=[(e, _evaluation_facts(e)) for e in evaluations],
-        model_facts=[(m, _model_facts(m)) for m in inputs.models],
+        listed=WORST,
+        judged=judged,
+        tables=tables,
+        charts=charts,
+        evaluation_facts=_evaluation_facts,
+        model_facts=_model_facts,
     )
 
 
@@ -238,10 +206,10 @@ def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
 
 
 def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
-    judged = evaluation.figures["data"]
-    if judged != dataset.digest:
+    of_digest = evaluation.figures["data"]
+    if of_digest != dataset.digest:
         raise DataError(
-            f"the evaluation on {evaluation.device.key} is of measurements {judged}, and those "
+            f"the evaluation on {evaluation.device.key} is of measurements {of_digest}, and those "
             f"given are {dataset.digest}: give the files that were judged, or judge these"
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from confpred.report.judged import SLOW, SUBJECTS, Evaluated, Group, Noise, groups_of
+from confpred.report.judged import SUBJECTS, Evaluated, Group, groups_of, noise_by_family
+from confpred.training.dataset import Dataset
+from confpred.training.regret import FAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,19 @@ def numbers(figures: Mapping[str, Any], keys: Iterable[str]) -> list[Cell]:
     return [(share if k == "far" else number)(float(figures.get(k, math.nan))) for k in keys]
 
 
-#: The headings of `regret_cells`.
-REGRET_COLUMNS = ("geomean", "p95", "worst", f"above {SLOW:g}", "efficiency", "efficiency p10")
+#: Headings of the figures of regret.
+REGRET = {
+    "geomean": "geomean",
+    "p95": "p95",
+    "worst": "worst",
+    "far": f"above {FAR:g}",
+    "efficiency_mean": "efficiency",
+    "efficiency_p10": "efficiency p10",
+}
 
 
 def regret_cells(group: Group) -> list[Cell]:
-    return [
-        *map(number, (group.geomean, group.p95, group.worst)),
-        share(group.slow),
-        *map(number, (group.efficiency, group.efficiency_p10)),
-    ]
+    return [count(group.regret.problems), *numbers(asdict(group.regret), REGRET)]
 
 
 def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
@@ -68,9 +73,9 @@ def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
     tables = [
         made(
             f"By {title}",
-            ("device", subject, "layers", *REGRET_COLUMNS),
+            ("device", subject, "layers", *REGRET.values()),
             (
-                (e.name, g.name, count(g.layers), *regret_cells(g))
+                (e.name, g.name, *regret_cells(g))
                 for e in evaluations
                 for g in groups_of(e.layers, subject)
             ),
@@ -85,8 +90,8 @@ def summary_table(evaluations: Sequence[Evaluated]) -> Table:
     for e in evaluations:
         top = e.figures.get("methods", {}).get("model", {}).get("top", {})
         group = Group.of(e.name, e.layers)
-        rows.append((e.name, count(group.layers), *regret_cells(group), *numbers(top, ("3", "8"))))
-    columns = ("device", "layers", *REGRET_COLUMNS, "best of 3", "best of 8")
+        rows.append((e.name, *regret_cells(group), *numbers(top, ("3", "8"))))
+    columns = ("device", "layers", *REGRET.values(), "best of 3", "best of 8")
     return made("Our configs among one another", columns, rows)
 
 
@@ -125,32 +130,29 @@ def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
         for subject in ("family", "direction", "batch"):
             groups += [(f"{subject} {g.name}", g) for g in groups_of(e.layers, subject)]
         rows += [
-            (e.name, name, count(g.layers), number(g.bound), share(g.covered)) for name, g in groups
+            (e.name, name, count(g.regret.problems), number(g.bound), share(g.covered))
+            for name, g in groups
         ]
     columns = ("device", "layers of", "layers", "mean bound", "covered")
     return made("How often the bound holds", columns, rows)
 
 
-def noise_table(noise: Mapping[str, Sequence[Noise]]) -> Table:
+def noise_table(datasets: Mapping[str, Dataset]) -> Table:
     return made(
         "Interquartile range over median, by family",
         ("device", "family", "configs", "median", "95 % quantile"),
         (
             (device, n.name, count(n.configs), *(number(x, "{:.2%}") for x in (n.median, n.p95)))
-            for device, groups in noise.items()
-            for n in groups
+            for device, dataset in datasets.items()
+            for n in noise_by_family(dataset.timings)
         ),
     )
 
 
-_SPREAD = {
-    "geomean": "geomean",
-    "p95": "p95",
-    "worst": "worst",
-    "efficiency_mean": "efficiency",
-    "efficiency_p10": "efficiency p10",
+#: The same of a hold-out, with the least efficiency.
+_SPREAD = {key: words for key, words in REGRET.items() if key != "far"} | {
     "efficiency_min": "least",
-    "far": "above 1.1",
+    "far": REGRET["far"],
 }
 _FACTS = {
     "model": "model",

@@ -33,7 +33,6 @@ from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
-from confpred.training import dataset
 from confpred.training.dataset import Dataset, Timings, capped, measured_on
 
 #: A file may have so many rows, so many bytes when it is unpacked, and texts of so many bytes;
@@ -117,7 +116,7 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
         ConfpredError: a model, another file or the disk fails, which says nothing of the file.
     """
     with _blaming():
-        operation = dataset.operation_of_file(path)
+        operation = parquet.operation_of_file(path)
         parquet.check_size(path, operation, rows=MOST_ROWS, size=MOST_BYTES, text=MOST_TEXT)
     own = (file for file in controls if operation_in(file) == operation.name)
     known = [parquet.read(file, operation) for file in own]

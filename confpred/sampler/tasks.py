@@ -12,7 +12,7 @@ import numpy as np
 
 from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
-from confpred.errors import DataError, InvalidInput, InvalidProblem
+from confpred.errors import DataError, InvalidInput, placed
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Family, LibraryFamily, Rows
 from confpred.families.registry import all_families, config_ids, families_of, kernels_of
@@ -228,16 +228,14 @@ def _task(where: str, fields: object, device: Device) -> Task:
     if not isinstance(fields, Mapping) or not isinstance(fields.get("problem"), Mapping):
         raise DataError(f"{where} must be an object of a problem, a family and a config")
     name, words = fields.get("family"), fields.get("config")
-    if not isinstance(name, str) or name not in all_families():
-        raise InvalidInput(f"{where}.family", name, " or ".join(all_families()))
-    family = all_families()[name]
-    try:
+    with placed(f"{where}."):
+        if not isinstance(name, str) or name not in all_families():
+            raise InvalidInput("family", name, " or ".join(all_families()))
+        family = all_families()[name]
         problem = family.operation.problem.from_json(dict(fields["problem"]))
-    except InvalidProblem as error:
-        raise InvalidProblem(f"{where}.{error.field}", error.value, error.allowed) from None
-    row = config_ids(name).get(words) if isinstance(words, str) else None
-    if row is None or not family.legal(problem, device)[row]:
-        allowed = f"a config of {name} that is legal for the problem on {device.key}"
-        raise InvalidInput(f"{where}.config", words, allowed)
+        row = config_ids(name).get(words) if isinstance(words, str) else None
+        if row is None or not family.legal(problem, device)[row]:
+            allowed = f"a config of {name} that is legal for the problem on {device.key}"
+            raise InvalidInput("config", words, allowed)
     digest = identity_of(family.launch(problem, row).source)
     return Task(problem, (), name, digest, (row,), anchor=True)

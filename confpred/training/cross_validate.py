@@ -34,6 +34,7 @@ from confpred.training import Said, unsaid
 from confpred.training.calibrate import Answer, Times, fit_gate, fit_pytorch, margins
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.regret import TOPS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,6 @@ class Fold:
 
 #: A device and a problem on it.
 At = tuple[Device, Record]
-TOPS = (1, 3, 8)
 CROSS_VALIDATING = "cross-validating by network"
 _T = TypeVar("_T")
 

@@ -21,15 +21,14 @@ from confpred.data.parquet import (
     MEASURED_WITH,
     ROW,
     CheckedRows,
-    operation_in,
+    operation_of_file,
     problem_columns,
     read,
     read_checked,
-    unknown_operation,
 )
 from confpred.errors import DataError, InvalidProblem
 from confpred.families.protocol import PYTORCH, Rows
-from confpred.families.registry import all_families, all_operations, config_ids
+from confpred.families.registry import all_families, config_ids
 from confpred.families.table import legal_among
 from confpred.measure.timing import STATUSES
 from confpred.problem.device import KNOWN, Device, get_device
@@ -219,18 +218,6 @@ def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:
             raise DataError(f"{path} holds no .parquet files")
         files += inside
     return files
-
-
-def operation_of_file(path: Path) -> Operation:
-    """Return the operation that a file of measurements is of.
-
-    Raises:
-        DataError: it cannot be read, or no family computes that operation.
-    """
-    name = operation_in(path)
-    if name not in all_operations():
-        raise unknown_operation(path, name)
-    return all_operations()[name]
 
 
 def _timings(

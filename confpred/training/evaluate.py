@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +26,6 @@ from confpred.problem.device import Device
 from confpred.training import EVALUATION_FORMAT, Said, unsaid
 from confpred.training.calibrate import Answer, fit_bounds
 from confpred.training.cross_validate import (
-    TOPS,
     Fold,
     Score,
     cross_validate,
@@ -36,6 +35,7 @@ from confpred.training.cross_validate import (
 )
 from confpred.training.dataset import Dataset, Noise, Timings
 from confpred.training.fit import Hyperparameters
+from confpred.training.regret import TOPS, figures, geomean, of_tops
 
 MODEL = "model"
 CHOSEN = "the predicted fastest"
@@ -43,11 +43,6 @@ JUDGING_BASELINES = "judging the baselines"
 SLOWER = 0.05
 _UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
 _TICKS = (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)  # of regret in the plot
-
-
-def geomean(values: ArrayLike) -> float:
-    """Return the geometric mean of at least one value."""
-    return float(np.exp(np.log(values).mean()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +60,8 @@ class Summary:
     @classmethod
     def of(cls, regret: NDArray[np.float64], candidates: Sequence[int]) -> Summary:
         """Summarise regrets of shape ``(problems, len(TOPS))``."""
-        first = regret[:, 0]
-        top = {str(k): float(v) for k, v in zip(TOPS, np.exp(np.log(regret).mean(0)), strict=True)}
-        return cls(
-            problems=len(regret),
-            geomean=top[str(TOPS[0])],
-            p90=float(np.quantile(first, 0.90)),
-            p95=float(np.quantile(first, 0.95)),
-            worst=float(first.max()),
-            top=top,
-            candidates=float(np.mean(candidates)),
-        )
+        first = figures(regret[:, 0], "geomean", "p90", "p95", "worst")
+        return cls(**first, top=of_tops(regret), candidates=float(np.mean(candidates)))
 
     @classmethod
     def of_scores(cls, scores: Iterable[Score]) -> Summary:
@@ -335,8 +321,8 @@ def figures_table(title: str, heads: Sequence[str], rows: Mapping[str, Sequence[
     table = Table(title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right" if table.columns else "left")
-    for name, figures in rows.items():
-        cells = (f"{each:.3f}" if isinstance(each, float) else str(each) for each in figures)
+    for name, row in rows.items():
+        cells = (f"{each:.3f}" if isinstance(each, float) else str(each) for each in row)
         table.add_row(name, *cells, style="bold" if name == MODEL else None)
     return table
 

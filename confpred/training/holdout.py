@@ -32,14 +32,13 @@ from confpred.problem.record import Record
 from confpred.training import Said, unsaid
 from confpred.training.cross_validate import without_networks
 from confpred.training.dataset import Dataset, Timings, data_files
-from confpred.training.evaluate import figures_table, geomean
+from confpred.training.evaluate import figures_table
+from confpred.training.regret import TOPS, Spread, geomean, of_tops
 
-FAR = 1.10  # an answer this many times as slow as the best is far off
-SLOWER = 1.05  # ... and as PyTorch's operator, too slow
+SLOWER = 1.05  # an answer this many times as slow as PyTorch's operator is too slow
 #: How many configs of a family the thinned oracles have, as earlier sampling measured.
 THINNED = (20, 40, 48, 80)
 _DRAWS = 5  # thinned oracles of each size, whose figures are averaged
-_TOPS = (1, 3, 8)
 _WORST = 20  # problems that a verdict names
 BENCHMARK, HEURISTICS, EITHER = "benchmark", "heuristics", "the faster of both"
 NEW, RESIZED = "networks that are new", "networks at another size"
@@ -55,36 +54,6 @@ class HeldOut:
     #: In how many runs each problem was measured; families that were not measured in one do not
     #: compare as well.
     sittings: Mapping[Record, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Regrets: time of what was chosen over that of the best; efficiency is 1 / regret."""
-
-    problems: int
-    geomean: float
-    p95: float
-    worst: float
-    efficiency_mean: float
-    efficiency_p10: float
-    efficiency_min: float
-    far: float  # share of answers more than ``FAR`` times as slow as the best
-
-    @classmethod
-    def of(cls, regrets: Sequence[float]) -> Spread:
-        """Summarise at least one regret."""
-        regret = np.array(regrets)
-        efficiency = 1 / regret
-        return cls(
-            problems=len(regret),
-            geomean=geomean(regret),
-            p95=float(np.quantile(regret, 0.95)),
-            worst=float(regret.max()),
-            efficiency_mean=float(efficiency.mean()),
-            efficiency_p10=float(np.quantile(efficiency, 0.10)),
-            efficiency_min=float(efficiency.min()),
-            far=float((regret > FAR).mean()),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +223,9 @@ def judge_holdout(
         ours=Spread.of([j.ours[0] for j in judged]),
         families={name: Spread.of(regrets) for name, regrets in sorted(families.items())},
         origins={name: Spread.of(regrets) for name, regrets in sorted(origins.items())},
-        first=_means([j.ours for j in judged]),
+        first=of_tops([j.ours for j in judged]),
         whole=Spread.of([j.whole[0] for j in judged]),
-        whole_first=_means([j.whole for j in judged]),
+        whole_first=of_tops([j.whole for j in judged]),
         weighted=sum(j.time_ms for j in judged) / sum(j.time_ms / j.whole[0] for j in judged),
         pytorch=len(left),
         wrongly_pytorch=sum(j.time_ms > SLOWER * j.best_ours_ms for j in left),
@@ -279,7 +248,7 @@ class _Judged:
     measured: _Measured
     answer: Candidate  # the first choice that was measured
     time_ms: float
-    #: Regret of the best of the first k, for each k of ``_TOPS``, of our configs alone ...
+    #: Regret of the best of the first k, for each k of ``TOPS``, of our configs alone ...
     ours: tuple[float, ...]
     whole: tuple[float, ...]  # ... and of all candidates
     family: str  # of our first choice
@@ -305,8 +274,8 @@ def _judge(m: _Measured) -> _Judged | None:
         measured=m,
         answer=answer,
         time_ms=time_ms,
-        ours=tuple(min(our_times[c] for c in ours[:k]) / best_ours for k in _TOPS),
-        whole=tuple(min(m.times[c.candidate] for c in timed[:k]) / best for k in _TOPS),
+        ours=tuple(min(our_times[c] for c in ours[:k]) / best_ours for k in TOPS),
+        whole=tuple(min(m.times[c.candidate] for c in timed[:k]) / best for k in TOPS),
         family=family,
         in_family=our_times[ours[0]]
         / min(ms for c, ms in our_times.items() if c.provider == family),
@@ -337,7 +306,7 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
         if pytorch:
             times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
         say(CHOOSING, len(found), len(together))
-        ranking = tuple(predictor.rank(problem, model.device, max(_TOPS) + 1))
+        ranking = tuple(predictor.rank(problem, model.device, max(TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
     say(CHOOSING, len(found), len(together))
     return found
@@ -390,11 +359,6 @@ def _thinned_regrets(
                 chosen_s[draw] = seconds[0]
                 chosen_ms[draw] = t.time_ms[np.searchsorted(t.rows, rows[0])]
     return np.where(np.isfinite(chosen_s), chosen_ms / best_ms, 1.0)
-
-
-def _means(tops: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return geometric means of the best of the first k, for each k of ``_TOPS``."""
-    return {str(k): geomean(column) for k, column in zip(_TOPS, np.array(tops).T, strict=True)}
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:

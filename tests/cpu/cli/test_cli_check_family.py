@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import layer_norm
 import numpy as np
 import pytest
-from command_line import confpred, named
+from command_line import confpred, named, worked
 from layers import H100
+from slow import slow_but
 
 from confpred.families.registry import all_families
 from confpred.measure.contract import check_family
@@ -114,7 +113,14 @@ def test_a_breach_names_the_member(family: object, message: str) -> None:
     assert breaches[0].split(":")[0] in (*dir(GOOD), "name", "operation")
 
 
-@pytest.mark.parametrize("name", ["grouped_fprop", "depthwise_wgrad", "dense_dgrad"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["depthwise_wgrad"],
+        ["depthwise_wgrad", "grouped_fprop", "dense_dgrad"],
+        "kernels are compiled",
+    ),
+)
 def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
     report = check_family(all_families()[name], H100)
     assert report.breaches == ()
@@ -123,25 +129,18 @@ def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
     assert report.skipped == ("no config was run: this machine has no such GPU",)
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    example = str(Path(layer_norm.__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), example]))
-    return partial(confpred, "check-family")
-
-
-def test_the_command_names_family_and_member(tmp_path: Path, command: Any) -> None:
+def test_the_command_names_family_and_member(tmp_path: Path) -> None:
     (tmp_path / "short_legal.py").write_text(
         "from layer_norm import FAMILY\n"
         "short = type(FAMILY).legal\n"
         "type(FAMILY).legal = lambda self, problem, device: short(self, problem, device)[:-1]\n"
     )
-    done = command("short_legal")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = confpred("check-family", "short_legal", env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("layer_norm: legal: returns an array of shape")
-    good = command("layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.startswith("layer_norm: ok; 1 problems, ")
+    words = ("layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
+    assert worked("check-family", *words).stdout.startswith("layer_norm: ok; 1 problems, ")
 
 
 @pytest.mark.parametrize(
@@ -153,5 +152,5 @@ def test_the_command_names_family_and_member(tmp_path: Path, command: Any) -> No
         (("layer_norm", "--device", "h10"), "h100"),
     ],
 )
-def test_bad_input_is_named(command: Any, words: tuple[str, ...], message: str) -> None:
-    named(command(*words), message, 2)
+def test_bad_input_is_named(words: tuple[str, ...], message: str) -> None:
+    named(confpred("check-family", *words), message, 2)

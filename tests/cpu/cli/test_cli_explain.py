@@ -32,7 +32,7 @@ def test_json_of_a_network_has_every_layer(model_folder, repository):
     ]
 
 
-@pytest.mark.slow(reason="matplotlib is imported and draws in fresh processes")
+@pytest.mark.slow(reason="matplotlib draws, twelve times")
 @pytest.mark.parametrize(
     ("name", "begins"), [("why.png", b"\x89PNG"), ("why.svg", b"<?xml"), ("why", b"\x89PNG")]
 )

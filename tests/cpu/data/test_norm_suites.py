@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 from confpred.data.suites import read_suite
@@ -16,26 +13,14 @@ from confpred.problem.norm import DIRECTIONS
 
 
 @pytest.fixture(scope="module")
-def script(repository):
-    """Yield the module that makes the suites, which is no part of the package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(repository / "datasets")
-        yield importlib.import_module("norm_suite")
-
-
-@pytest.fixture(scope="module")
 def shipped(repository):
     folder = repository / "datasets" / "suites" / "norm"
     return {name: read_suite(folder / f"{name}.json").entries for name in ("training", "holdout")}
 
 
-def test_the_files_are_those_that_the_command_writes(repository, script, tmp_path):
-    result = CliRunner().invoke(script.main, ["build", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    folder = repository / "datasets" / "suites" / "norm"
-    made, kept = ({p.name: p.read_bytes() for p in at.iterdir()} for at in (tmp_path, folder))
+def test_the_files_are_those_that_the_command_writes(script, made_again):
+    made = made_again(script("norm_suite").main, "norm", "build")
     assert sorted(made) == ["holdout.json", "training.json"]
-    assert made == kept
 
 
 def test_the_holdout_shares_no_layer_and_no_network(shipped):
@@ -86,7 +71,7 @@ class Block(nn.Module):
 
 def test_layers_are_read_with_what_follows_them(script):
     with torch.device("meta"), torch.no_grad():
-        found = script.watched(Block().train(), torch.empty(2, 8, 4, 4))
+        found = script("norm_suite").watched(Block().train(), torch.empty(2, 8, 4, 4))
     layers = [(layer["activation"], layer["residual"]) for layer in found]
     assert layers == [("none", False), ("relu", True), ("silu", False), ("none", False)]
     assert {(layer["h"], layer["w"], layer["c"]) for layer in found} == {(4, 4, 8)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -103,6 +102,7 @@ def one_of(layer: dict) -> Problem:
     return Problem.from_json({name: layer[name] for name in layer if name != "count"} | {"n": 1})
 
 
+@pytest.mark.slow(reason="legality of thousands of problems")
 def test_the_suites_that_ship_hold_layers_that_their_networks_have(networks, shipped):
     """At the network's own input size or, for squares, at another one."""
     layers = {name: [one_of(layer) for layer in found] for name, found in networks.items()}
@@ -125,9 +125,8 @@ def test_the_suites_that_ship_hold_layers_that_their_networks_have(networks, shi
 
 
 @pytest.fixture
-def make_suite(repository, monkeypatch):
-    monkeypatch.syspath_prepend(repository / "datasets")
-    return importlib.import_module("make_suite")
+def make_suite(script):
+    return script("make_suite")
 
 
 def test_the_suites_that_ship_are_those_that_the_script_makes(make_suite, networks, shipped):

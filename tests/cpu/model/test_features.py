@@ -43,6 +43,7 @@ def test_another_formula_is_an_error(model_folder: Path, monkeypatch: pytest.Mon
         matrix[:, FAMILY.feature_names.index("registers")] += 1
         return matrix
 
+    # As if this version computed it otherwise than the one that trained the model.
     monkeypatch.setattr(FAMILY, "features", changed)
     with pytest.raises(ModelError, match=r"made-up-1: the features of grouped_fprop are computed"):
         load_model(model_folder)
@@ -61,7 +62,7 @@ SLOWER = replace(device.KNOWN["h100"], dram_bytes_per_s=2.9e12)
 def test_a_reordered_enumeration_or_another_fact_of_the_device_is_an_error(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, module, name, value
 ) -> None:
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, name, value)  # as if another version had it so
     with pytest.raises(ModelError, match="are computed otherwise than when the model was trained"):
         load_model(model_folder)
 
@@ -78,5 +79,5 @@ def test_the_last_bit_of_a_logarithm_is_no_other_formula(
         exact = (matrix == matrix.round(3)) | ~logs
         return np.where(exact, matrix, np.nextafter(matrix, np.float32(1e9)))
 
-    monkeypatch.setattr(FAMILY, "features", elsewhere)
+    monkeypatch.setattr(FAMILY, "features", elsewhere)  # as if on another processor
     load_model(model_folder)

@@ -25,7 +25,7 @@ from confpred.predict.predictor import TOGETHER, Predictor
 from confpred.problem.conv2d import DIRECTIONS, Problem
 
 MODELS = NewestModels()
-EVERY = [p for direction in DIRECTIONS for p in islice(problems(direction, seed=1), 90)]
+EVERY = [p for direction in DIRECTIONS for p in islice(problems(direction, seed=1), 45)]
 WHOLE = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
 
 
@@ -56,7 +56,7 @@ def test_together_is_as_alone(model):
         together += rank_families(model.families, None, some, model.device)
     for problem, ranking in zip(EVERY, together, strict=True):
         assert ranking == plain(model, problem, [*model.families]), str(problem)
-    assert sum(map(bool, together)) > 150
+    assert sum(map(bool, together)) > 75
     assert {c.provider for ranking in together for _, c in ranking} == set(model.families)
 
 
@@ -77,7 +77,7 @@ def test_the_gate_leaves_families_out_and_nothing_else(model):
         assert set(names) <= set(served)
         assert ranking == (plain(model, problem, names) or plain(model, problem, served))
         closed += len(served) - len(names)
-    assert closed > 20
+    assert closed > 10
     assert opened == [
         model.gate.open([p], model.device, [s])[0] for p, s in zip(EVERY, serving, strict=True)
     ]
@@ -115,7 +115,7 @@ def test_where_no_open_family_has_a_candidate_the_others_compete():
 
 
 def test_the_first_of_a_ranking_are_the_same_however_many_are_wanted(model):
-    for problem in EVERY[::9]:
+    for problem in EVERY[::5]:
         (most,) = rank_families(model.families, model.gate, [problem], model.device, MAX_TOP)
         assert [s for s, _ in most] == sorted(s for s, _ in most)
         assert len({candidate for _, candidate in most}) == len(most)

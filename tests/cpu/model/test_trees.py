@@ -37,12 +37,11 @@ def matrix() -> np.ndarray:
     return np.random.default_rng(1).normal(size=(500, FEATURES)).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 16, 17, 63, 500])
+@pytest.mark.parametrize("rows", [0, 1, 17, 500])
 @pytest.mark.parametrize(
     ("first", "end"), [(0, 1), (0, 20), (0, 50), (0, None), (1, 5), (20, 50), (20, None), (49, 60)]
 )
 def test_equals_lightgbm(booster, trees, matrix, rows, first, end):
-    """Few rows go another way than many."""
     count = -1 if end is None else end - first
     expected = (
         booster.predict(matrix[:rows], start_iteration=first, num_iteration=count) if rows else []

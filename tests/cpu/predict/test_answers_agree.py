@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from command_line import confpred
 
 from confpred import Predictor, Problem
 from confpred.data.suites import read_suite
@@ -18,6 +20,7 @@ from confpred.errors import InvalidInput
 from confpred.predict.choice import answers_json
 
 COMMAND = str(Path(sys.executable).with_name("confpred"))
+command = partial(confpred, "predict", "--json")
 GOOD = "n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8"
 
 
@@ -38,11 +41,6 @@ def url() -> Iterator[str]:
         assert found, "the service did not start"
         yield found[1]
         process.terminate()
-
-
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [COMMAND, "predict", "--json", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
 def layers(repository: Path, predictor: Predictor) -> list[str]:
@@ -102,7 +100,6 @@ def test_the_three_ways_refuse_alike(predictor, url, field, value):
         assert done.stderr == f"confpred: {error}\n"
 
 
-@pytest.mark.slow(reason="fresh processes answer")
 @pytest.mark.parametrize("device", ["v100", ""])
 def test_the_three_ways_refuse_a_device_alike(predictor, url, device):
     with pytest.raises(InvalidInput) as caught:

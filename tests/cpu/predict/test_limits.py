@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from command_line import worked
 from fastapi.testclient import TestClient
 
 import confpred
-from confpred.cli import cli
 from confpred.errors import InvalidInput
 from confpred.families.protocol import within
 from confpred.families.registry import all_families
@@ -175,9 +174,8 @@ def test_the_service_keeps_within_limits() -> None:
 
 def providers(*words: str) -> set[str]:
     """Return whose candidates the command names."""
-    result = CliRunner().invoke(cli, ["predict", "--json", *words])
-    assert result.exit_code == 0, result.output
-    return {choice["provider"] for choice in json.loads(result.stdout)["choices"][0]}
+    done = worked("predict", "--json", *words)
+    return {choice["provider"] for choice in json.loads(done.stdout)["choices"][0]}
 
 
 def test_the_command_keeps_within_limits() -> None:
@@ -199,7 +197,7 @@ def test_limits_hold_for_the_choices_of_a_call(
     big: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor({}, plan_of([big])))
-    monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)  # here is no GPU to ask
     for wishes in (choosing.ANY, choosing.Wishes(Limits(workspace_bytes=2**40))):
         assert choosing.choose(WGRAD, 0, wishes).source == "pinned"
     assert needed(choosing.choose(WGRAD, 0, choosing.Wishes(NONE))) == 0
@@ -207,6 +205,7 @@ def test_limits_hold_for_the_choices_of_a_call(
 
 def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(FPROP, dtype="float32")
+    # Users set this switch; monkeypatch sets it back.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert choosing.limits_for(single, UNLIMITED).tf32
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

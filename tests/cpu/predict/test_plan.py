@@ -16,6 +16,7 @@ from confpred.errors import DataError, InvalidInput
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, config_dict
 from confpred.families.registry import all_families
+from confpred.model.folder import NewestModels
 from confpred.predict import plan as plan_module
 from confpred.predict.choice import Choice
 from confpred.predict.plan import plan_of, plan_text, read_plan, write_plan
@@ -108,11 +109,11 @@ def test_a_plan_is_for_several_devices_too_and_not_empty(tmp_path: Path) -> None
         read_plan(tmp_path / "both.json", "a100")
 
 
-def test_a_predictor_repeats_a_plan_without_a_model(path: Path, monkeypatch) -> None:
-    predictor = Predictor.load(plan=path, device="h100")
-    with monkeypatch.context() as patch:
-        patch.setattr("confpred.model.folder.load_model", lambda folder: pytest.fail(str(folder)))
-        answers = predictor.choose_many([c.problem for c in CHOICES], "h100")
+def test_a_predictor_repeats_a_plan_without_a_model(path: Path) -> None:
+    models = NewestModels()
+    predictor = Predictor(models, read_plan(path, "h100"))
+    answers = predictor.choose_many([c.problem for c in CHOICES], "h100")
+    assert models._known == {}, "none was loaded"
     assert [a.candidate for a in answers] == [c.candidate for c in CHOICES]
     assert {a.source for a in answers} == {"pinned"}
     assert [a.predicted_ms for a in answers] == [c.predicted_ms for c in CHOICES]
@@ -133,12 +134,10 @@ def test_a_plan_for_another_device_is_refused(path: Path) -> None:
             read()
 
 
-def test_a_plan_for_other_kernels_is_refused(path: Path, monkeypatch) -> None:
-    before = source_digest("depthwise.cu")
-    monkeypatch.setattr(
-        plan_module, "identity_of", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
-    )
-    message = rf"plan\.json was made for other kernels of depthwise_fprop: .* {before[:8]}, .* ffff"
+def test_a_plan_for_other_kernels_is_refused(path: Path) -> None:
+    now = source_digest("depthwise.cu")
+    path.write_text(path.read_text().replace(now, "f" * 16))
+    message = rf"plan\.json was made for other kernels of depthwise_fprop: .* ffff.*, .* {now[:8]}"
     with pytest.raises(DataError, match=message):
         read_plan(path)
     with pytest.raises(DataError, match=message):
@@ -147,22 +146,19 @@ def test_a_plan_for_other_kernels_is_refused(path: Path, monkeypatch) -> None:
     assert "depthwise_fprop" in (read_plan(path, any_kernels=True).outdated() or "")
 
 
-def test_a_plan_is_cut_and_extended_by_hand(path: Path, monkeypatch) -> None:
+def test_a_plan_is_cut_and_extended_by_hand(path: Path) -> None:
     """Digests are compared for what a plan still launches, and for families that it names."""
     content = json.loads(path.read_text())
     del content["choices"][2]
+    content["kernels"]["depthwise_fprop"] = "f" * 16
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(
-        plan_module, "identity_of", lambda f: "f" * 16 if f == "depthwise.cu" else source_digest(f)
-    )
     assert len(read_plan(path).choices) == len(CHOICES) - 1
     predictor = Predictor.load(plan=path)
     assert predictor.choose(DEPTHWISE, "h100").source != "pinned"
     assert predictor.choose(GROUPED, "h100").source == "pinned"
-    del content["kernels"]["grouped_fprop"]
+    content["kernels"] = dict.fromkeys(content["kernels"].keys() - {"grouped_fprop"}, "f" * 16)
     content["choices"] = content["choices"][:1]
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(plan_module, "identity_of", lambda f: "f" * 16)
     assert len(read_plan(path).choices) == 1
 
 

@@ -109,7 +109,7 @@ def test_another_process_starts_without_a_compiler_or_a_model(made: Path, tmp_pa
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Has the process believe that its current CUDA device is of a kind."""
+    """Has the process believe that its current CUDA device is of a kind: it has none."""
 
     def believe(name: str) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -136,7 +136,7 @@ def test_what_is_undone_is_followed_no_more(made: Path, device: Callable[[str], 
 def test_without_a_gpu_the_choices_are_followed_alone(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where there is a GPU, too
     monkeypatch.setattr(choosing, "_predictors", {})
     undo = confpred.use_plan(str(made))
     assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"

@@ -15,7 +15,7 @@ from hypothesis import given
 from layers import CONVOLUTIONS
 from strategies import problems_of
 
-from confpred.errors import InvalidInput, ModelError, UnknownDevice
+from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, config_dict
 from confpred.families.registry import all_families, families_of
 from confpred.model.folder import load_model
@@ -161,16 +161,6 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
     assert donor_for(models, get_device("h200"), int) is None
 
 
-def test_without_any_model_the_order_is_the_estimates():
-    ranked = Predictor({}).rank(UNSEEN, "a100", 5)
-    assert {c.source for c in ranked} == {"heuristic"}
-    assert [c.predicted_ms for c in ranked] == sorted(c.predicted_ms for c in ranked)
-    assert all(c.model is None and c.regret_bound is None for c in ranked)
-    rows = np.flatnonzero(FAMILY.legal(UNSEEN, get_device("a100")))
-    estimate = FAMILY.estimate_s(UNSEEN, get_device("a100"), rows)
-    assert ranked[0].config_id == rows[estimate.argmin()]
-
-
 def test_families_that_the_model_does_not_know_do_not_compete(predictor):
     """Both compute this layer; the model knows the grouped kernel only."""
     problem = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
@@ -241,11 +231,6 @@ def test_an_impossible_top_is_named(predictor, top):
 def test_an_unknown_device_is_named(predictor):
     with pytest.raises(UnknownDevice, match="device='tpu'"):
         predictor.choose(UNSEEN, "tpu")
-
-
-def test_a_folder_that_is_no_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"card\.json"):
-        Predictor.load(tmp_path)
 
 
 def test_a_pin_goes_before_everything(model_folder, predictor, measured):

@@ -47,13 +47,6 @@ def test_families_compete_by_their_times():
     assert ranked[0].family != min(least)
 
 
-def test_only_what_is_legal_is_offered(model):
-    legal = np.flatnonzero(FAMILY.legal(UNSEEN, H100)).tolist()
-    ranked = Predictor({"h100": model}).rank(UNSEEN, "h100", MAX_TOP)
-    assert len(ranked) == MAX_TOP
-    assert {choice.config_id for choice in ranked} < set(legal)
-
-
 def test_a_bound_is_of_the_first_choice_alone(model):
     ranked = Predictor({"h100": model}).rank(UNSEEN, "h100", 4)
     assert [choice.regret_bound is not None for choice in ranked] == [True, False, False, False]

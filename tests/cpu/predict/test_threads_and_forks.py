@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,9 @@ def ask(predictor: Predictor, shares: Sequence[Sequence[Problem]]) -> float:
 
     Not the clock's: other work shares this machine, and may take a core at any moment.
     """
-    threads = [
-        threading.Thread(target=predictor.choose_many, args=(share, "h100")) for share in shares
-    ]
     start = time.process_time()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(shares)) as threads:
+        list(threads.map(lambda share: predictor.choose_many(share, "h100"), shares))
     return time.process_time() - start
 
 
@@ -91,20 +87,16 @@ def test_who_fails_leaves_the_work_to_the_others() -> None:
         return [each.upper() for each in asked]
 
     remembered = Remembered(find, 10)
-    results: list[str] = []
 
-    def work() -> None:
+    def work(_: int) -> str:
         begun.wait()
         try:
-            results.append(remembered("a"))
+            return remembered("a")
         except OSError as error:
-            results.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(THREADS) as threads:
+        results = list(threads.map(work, range(THREADS), timeout=20))
     assert sorted(results) == ["A"] * (THREADS - 2) + ["a"] * 2
     assert len(tried) == 3
 
@@ -133,16 +125,12 @@ def test_threads_whose_many_overlap_wait_for_each_other_without_end() -> None:
         return [-each for each in asked]
 
     remembered = Remembered(find, 10)
-    results: list[list[int]] = []
-    first = threading.Thread(target=lambda: results.append(remembered.many([1, 2])))
-    first.start()
-    while not remembered._under_way:
-        time.sleep(0.001)
-    second = threading.Thread(target=lambda: results.append(remembered.many([2, 3, 1])))
-    second.start()
-    for thread in (first, second):
-        thread.join(20)
-    assert sorted(results, key=len) == [[-1, -2], [-2, -3, -1]]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(remembered.many, [1, 2])
+        while not remembered._under_way:
+            time.sleep(0.001)
+        second = threads.submit(remembered.many, [2, 3, 1])
+        assert (first.result(20), second.result(20)) == ([-1, -2], [-2, -3, -1])
 
 
 def test_recent_keeps_what_was_used_last() -> None:

@@ -109,7 +109,11 @@ def test_import_contracts_are_kept(installed: Path, repository: Path) -> None:
         ("pytorch/run/choosing", "import confpred.pytorch.rewrite", "What runs knows nothing"),
         ("service/late", "import confpred.training", "Only the keeper of the service trains"),
         ("retraining/late", "import confpred.service", "Imports point one way"),
-        ("problem/record", "import confpred.problem.conv2d", "No circles inside a room"),
+        (
+            "model/card",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING: import confpred.model.folder",
+            "No circles inside a room",
+        ),
         ("predict/predictor", "import cuda.core", "talk to the GPU"),
         ("predict/predictor", "import torch", "need torch"),
         ("cli/learn", "import confpred.sampler.run", "needs the GPU extra"),

@@ -4,9 +4,7 @@ that tests can interrupt and kill: ``sampler_run.py SUITE FOLDER``.
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,17 +35,6 @@ def run(suite: Suite, folder: Path, *devices: str, **settings) -> Tally:
 def rows(folder: Path, kind: str = "rows") -> list[dict]:
     tables = [read(path, CONVOLUTION) for path in sorted(folder.glob(f"{kind}-*.parquet"))]
     return pa.concat_tables(tables).to_pylist() if tables else []
-
-
-def confpred(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command where no GPU is visible."""
-    return subprocess.run(
-        [sys.executable, "-c", "from confpred.cli import main; main()", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-    )
 
 
 def runs(run_id: str, *devices: str) -> dict[int, Run]:

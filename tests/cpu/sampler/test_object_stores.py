@@ -25,7 +25,6 @@ from sampler_rows import ROW, fill, other
 from sampler_run import runs, suite_of
 
 from confpred.cli.learn import merge as merge_command
-from confpred.data import parquet
 from confpred.data.parquet import merge, operation_in, read, read_shards, schema, shards_in
 from confpred.data.remote import LEASE_S, Lease, RemoteFolder, folder_at
 from confpred.errors import ConfpredError, DataError, FolderBusy, InvalidInput, StorageError
@@ -85,7 +84,7 @@ def test_a_run_is_stored_resumed_and_merged(folder, tmp_path):
         "rows-r4-0-00000.parquet",
     ]
     wanted = schema(CONVOLUTION)
-    together = parquet._read_together(shards_in(folder), CONVOLUTION, wanted)  # in one go
+    together = read_shards(folder, CONVOLUTION, wanted.names)
     assert (together.num_rows, together.schema) == (8, wanted)
     assert merge([folder], tmp_path / "all.parquet") == 8
     run(tmp_path / "here", 4)
@@ -122,6 +121,9 @@ def test_a_damaged_object_is_named(folder):
     with open_store(folder, "r", CONVOLUTION) as store, pytest.raises(DataError, match=bad.name):
         store.measured("h100")
     assert operation_in(shards_in(folder)[0]) == CONVOLUTION.name
+
+
+# Waits of seconds and minutes are patched to be short; nothing else of the sampler is.
 
 
 def test_a_store_that_refuses_now_and_then_loses_nothing(poor, monkeypatch):
@@ -174,6 +176,7 @@ def test_a_clock_that_is_ahead_takes_no_live_lease(folder, quick, monkeypatch):
         lease_of(folder, token=alive._holder["token"])
         renewing = pool.submit(renewed, alive, 20)
         with monkeypatch.context() as clocks:
+            # Another host's clock, which no test can set.
             clocks.setattr("confpred.data.remote.time.time", lambda: ahead)
             with pytest.raises(FolderBusy), Lease(folder, "ahead"):
                 pass
@@ -191,24 +194,19 @@ def test_one_of_two_gets_an_expired_lease(folder, quick):
     """Both have seen the old one, and each removes what is there."""
     for _ in range(3):
         lease_of(folder, time=time.time() - LEASE_S - 1)
-        held, errors, meet = [], [], threading.Barrier(2)
+        meet = threading.Barrier(2)
 
-        def take(held=held, errors=errors, meet=meet):
+        def take(_: int, meet=meet) -> bool:
             meet.wait()
             try:
                 with Lease(folder, "one of two"):
-                    held.append(1)
                     time.sleep(0.8)
-            except FolderBusy as error:
-                errors.append(error)
+            except FolderBusy:
+                return False
+            return True
 
-        takers = [threading.Thread(target=take) for _ in range(2)]
-        for taker in takers:
-            taker.start()
-        for taker in takers:
-            taker.join()
-        assert len(held) <= 1
-        assert errors
+        with ThreadPoolExecutor(2) as takers:
+            assert sum(takers.map(take, range(2))) <= 1
 
 
 def test_a_host_of_the_same_name_may_have_other_processes(folder, quick):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from command_line import confpred, named
 from sampler_rows import ROW, fill
-from sampler_run import confpred
 
 from confpred.cli.sample import parse_duration, parse_part, sample
 from confpred.data.parquet import read, schema
@@ -27,6 +28,11 @@ def test_every_option_is_explained() -> None:
     assert [p.name for p in sample.params if not getattr(p, "help", None)] == []
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture
 def suite(repository: Path) -> Path:
     return repository / "datasets" / "suites" / "smoke.json"
@@ -36,8 +42,6 @@ def suite(repository: Path) -> Path:
     ("words", "message"),
     [
         (("--budget", "8"), "budget='8' is not allowed; allowed: a number above 0 with s, m or h"),
-        (("--budget", "-1m"), "budget='-1m'"),
-        (("--budget", "nanm"), "budget='nanm'"),
         (("--timeout", "0s"), "timeout='0s'"),
         (("--part", "0/4"), "part='0/4' is not allowed; allowed: I/N with I from 1 to N"),
         (("--address", "auto"), "address='auto' is not allowed; allowed: an option of --engine"),
@@ -63,9 +67,7 @@ def suite(repository: Path) -> Path:
 )
 def test_bad_options_are_named(suite, tmp_path, words, message):
     done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", *words)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    named(done, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -77,7 +79,8 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
 
 @pytest.mark.slow(reason="Ray starts")
 def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
-    done = confpred("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    words = ("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
+    done = confpred(*words, env=os.environ)
     said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
     assert (done.returncode, done.stderr) == (1, said)
 
@@ -98,15 +101,6 @@ def test_a_ray_cluster_that_is_not_there_is_an_error(address, message):
         Fleet(Settings(), address)
 
 
-def test_merge(tmp_path):
-    fill(tmp_path / "a", [ROW])
-    done = confpred("merge", tmp_path / "a", tmp_path / "all.parquet")
-    assert (done.returncode, done.stdout) == (0, f"1 rows in {tmp_path / 'all.parquet'}\n")
-    done = confpred("merge", tmp_path / "b", tmp_path / "other.parquet")
-    assert done.returncode == 2
-    assert "'FOLDER...': Directory" in done.stderr
-
-
 @pytest.mark.parametrize("target", ["all.parquet", "parts"])
 def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, target):
     """As pandas and polars write a file; DuckDB keeps the strings, and drops the metadata, too."""
@@ -115,8 +109,8 @@ def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, ta
     (shard,) = shards.glob("rows-*.parquet")
     table = pq.read_table(shard)
     large = [pa.large_string() if kind == pa.string() else kind for kind in table.schema.types]
-    named = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
-    pq.write_table(table.cast(named), shard)
+    of_pandas = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
+    pq.write_table(table.cast(of_pandas), shard)
     done = confpred("merge", shards, out)
     assert done.returncode == 1
     assert f"{shard} lacks the metadata 'operation'" in done.stderr
@@ -137,7 +131,7 @@ def test_durations():
     assert [parse_duration("budget", text) for text in ("90s", "8m", "1.5h")] == [90, 480, 5400]
 
 
-@pytest.mark.parametrize("text", ["", "8", "m", "1e3s", "8 m", "1h30m", "0m", "٣m"])
+@pytest.mark.parametrize("text", ["", "8", "-1m", "nanm", "m", "1e3s", "8 m", "1h30m", "0m", "٣m"])
 def test_bad_durations(text):
     with pytest.raises(InvalidInput, match="budget="):
         parse_duration("budget", text)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import sampler_jobs
 import sampler_run
-from sampler_run import confpred, rows
+from command_line import confpred
+from sampler_run import rows
 
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import merge
@@ -200,14 +201,15 @@ def test_a_forecast_is_of_replays_and_of_what_each_row_costs_besides():
     assert single.measuring_s - theirs < (found.measuring_s - theirs) / 20
 
 
-def test_kernels_are_compiled_and_packed_without_a_gpu(tmp_path):
+def test_kernels_are_compiled_and_packed_without_a_gpu(tmp_path, monkeypatch):
     suite, archive = tmp_path / "suite.json", tmp_path / "kernels.tar.xz"
     write_suite(Suite("one", SUITE.entries[:1]), suite)
     here, there = tmp_path / "here", tmp_path / "there"
 
     def sample(*words: object, cache: Path = here) -> subprocess.CompletedProcess[str]:
         to = ("sample", "--suite", suite, "--out", tmp_path / "out", "--configs", "1")
-        return confpred(*to, *words, CONFPRED_CACHE_DIR=str(cache))
+        monkeypatch.setenv("CONFPRED_CACHE_DIR", str(cache))
+        return confpred(*to, *words)
 
     planned = sample("--plan", "h200")
     assert planned.returncode == 0, planned.stderr

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import confpred, named, worked
 from synthetic import SMALL
 
 from confpred.errors import install_command
@@ -19,10 +17,11 @@ from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.training.calibrate import fit_pytorch, margins
-from confpred.training.cross_validate import TOPS, best_ms, family_models
+from confpred.training.cross_validate import best_ms, family_models
 from confpred.training.dataset import Timings, read_dataset
 from confpred.training.evaluate import MODEL, Evaluation, Summary, baselines, evaluate
 from confpred.training.fit import fit_families
+from confpred.training.regret import TOPS
 
 H100 = get_device("h100")
 
@@ -127,27 +126,14 @@ def test_the_whole_choice_is_made_with_a_margin(evaluation):
     assert whole.geomean == pytest.approx(np.exp(np.log(chosen).mean()))
 
 
-def command(
-    *words: object, prelude: str = "", path: Path | str = ""
-) -> subprocess.CompletedProcess[str]:
-    program = f"{prelude}\nfrom confpred.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "evaluate", *map(str, words)],
-        env=os.environ | {"PYTHONPATH": str(path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_command_prints_writes_and_plots(measurements, tmp_path):
+def test_command_prints_writes_and_plots(few_measurements, tmp_path):
     figures, plot = tmp_path / "figures.json", tmp_path / "regret.png"
     # This module is found first, also by the processes that judge, as if XGBoost were not
     # installed.
     (tmp_path / "xgboost.py").write_text("raise ImportError")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = ("--folds", 2, "--json", figures, "--plot", plot)
-    done = command(measurements, *words, path=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = worked("evaluate", few_measurements, *words, env=os.environ | {"PYTHONPATH": path})
     assert "XGBoost, raw ms: not installed (this needs xgboost" in done.stdout
     content = json.loads(figures.read_text())
     assert content["methods"][MODEL]["geomean"] >= 1
@@ -169,14 +155,11 @@ def test_command_prints_writes_and_plots(measurements, tmp_path):
     ],
 )
 def test_command_names_what_is_wrong(measurements, words, message):
-    done = command(*(measurements if word == "DATA" else word for word in words))
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = confpred("evaluate", *(measurements if word == "DATA" else word for word in words))
+    named(done, message)
 
 
 def test_command_names_a_missing_package(measurements):
-    prelude = "import sys; sys.modules['joblib'] = None"
-    done = command(measurements, prelude=prelude)
-    assert f"this needs joblib: {install_command('train')}" in done.stderr
-    assert done.returncode == 1
+    # A fresh process: here it is imported.
+    done = confpred("evaluate", measurements, prelude="import sys; sys.modules['joblib'] = None")
+    named(done, f"this needs joblib: {install_command('train')}", 1)

@@ -45,7 +45,7 @@ def test_it_learns_who_wins(monkeypatch):
     opened = gate.open(asked, H100, [FAMILIES] * len(asked))
     assert opened == [["grouped_fprop"]] * 2 + [["depthwise_fprop"]] * 2
     assert gate.open(asked, H100, [FAMILIES[:1]] * len(asked)) == [["depthwise_fprop"]] * 4
-    monkeypatch.setattr(rank, "MARGIN", 5.0)
+    monkeypatch.setattr(rank, "MARGIN", 5.0)  # how wide the gate opens is a constant
     assert gate.open(asked, H100, [FAMILIES] * 4) == [[*FAMILIES]] * 4
 
 

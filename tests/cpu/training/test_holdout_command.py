@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import synthetic
+from command_line import confpred, named, worked
 
 
+@pytest.mark.slow(reason="the command trains and judges")
 def test_the_command_judges_a_model_by_the_hold_out_first(measurements, model_folder, tmp_path):
     held_file = synthetic.write_holdout(tmp_path / "held.parquet", "net0")
     anchors_file = synthetic.write_anchors(tmp_path / "anchors.parquet", held_file)
     out = tmp_path / "evaluation.json"
     words = ["--holdout", held_file, "--model", model_folder, "--anchors", anchors_file]
-    done = confpred("evaluate", measurements, *words, "--folds", 2, "--json", out)
-    assert done.returncode == 0, done.stderr
+    done = worked("evaluate", measurements, *words, "--folds", 2, "--json", out)
     assert done.stdout.index("hold-out:") < done.stdout.index("problems judged in 2 folds")
     assert "all that the model was trained on" in done.stdout
     content = json.loads(out.read_text())
@@ -36,8 +35,7 @@ def test_without_a_model_one_is_trained_on_the_rest(few_measurements, tmp_path):
     named = pc.match_substring(table["networks"], "net1")
     held = tmp_path / "held.parquet"
     pq.write_table(table.filter(named), held)
-    done = confpred("evaluate", few_measurements, "--holdout", held, "--folds", 2, "--json", out)
-    assert done.returncode == 0, done.stderr
+    worked("evaluate", few_measurements, "--holdout", held, "--folds", 2, "--json", out)
     content = json.loads(out.read_text())
     assert content["holdout"]["model"] == "without-the-hold-out"
     assert content["holdout"]["checked"] == "all that the model was trained on"
@@ -53,8 +51,7 @@ def test_without_a_model_one_is_trained_on_the_rest(few_measurements, tmp_path):
 def test_the_hold_out_alone_needs_no_cross_validation(measurements, model_folder, tmp_path):
     held = synthetic.write_holdout(tmp_path / "held.parquet", "net0")
     words = [measurements, "--holdout", held, "--model", model_folder, "--holdout-only"]
-    done = confpred("evaluate", *words, "--json", tmp_path / "verdict.json")
-    assert done.returncode == 0, done.stderr
+    done = worked("evaluate", *words, "--json", tmp_path / "verdict.json")
     assert "hold-out:" in done.stdout
     assert "folds" not in done.stdout
     assert re.search(r"^\[\d+s\] judging by fewer configs", done.stderr, re.MULTILINE)
@@ -73,12 +70,5 @@ def test_the_hold_out_alone_needs_no_cross_validation(measurements, model_folder
 )
 def test_options_that_do_not_go_together_are_refused(measurements, model_folder, words, message):
     files = {"DATA": measurements, "MODEL": model_folder}
-    done = confpred("evaluate", measurements, *(files.get(word, word) for word in words))
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-def confpred(*words: object) -> subprocess.CompletedProcess[str]:
-    program = "from confpred.cli import main; main()"
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    given = (files.get(word, word) for word in words)
+    named(confpred("evaluate", measurements, *given), message, 2)

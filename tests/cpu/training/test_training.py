@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import synthetic
+from command_line import worked
+from shared import room_for
 from slow import slow_but
 from synthetic import SMALL
 
-from confpred.errors import DataError, InvalidInput
+from confpred.errors import DataError, InvalidInput, StorageError
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.model.trees import Trees
 from confpred.problem.conv2d import Problem
+from confpred.training.cross_validate import part_of
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import fit_families, grow_order
 from confpred.training.train import train
@@ -50,26 +51,14 @@ def test_the_same_data_and_seed_give_the_same_model(measurements, model_folder, 
     assert first == second
 
 
-def test_a_part_of_the_data_is_learned_from(measurements, tmp_path):
-    dataset = read_dataset([measurements])
-    part = {"exclude": ["net0"], "families": ["grouped_fprop"], "problems": 20}
-    train(dataset, tmp_path / "part", hyper=SMALL, **part)
-    train(dataset, tmp_path / "again", hyper=SMALL, **part)
-    found, again = card_of(tmp_path / "part"), card_of(tmp_path / "again")
-    assert found["data"]["problems"] == 20
-    assert found["data"]["digest"] == again["data"]["digest"]
-    assert found["data"]["digest"] != dataset.digest
-
-
-def test_each_step_is_told(measurements, tmp_path):
-    steps = []
-    train(
-        read_dataset([measurements]),
-        tmp_path / "model",
-        problems=30,
-        hyper=SMALL,
-        say=lambda *told: steps.append(told),
-    )
+def test_a_part_of_the_data_is_learned_from_and_each_step_is_told(measurements, tmp_path):
+    dataset, steps = read_dataset([measurements]), []
+    part = {"families": ["grouped_fprop"], "problems": 20}
+    said = {"hyper": SMALL, "say": lambda *told: steps.append(told)}
+    train(dataset, tmp_path / "part", **part, **said)
+    found = card_of(tmp_path / "part")["data"]
+    assert found["problems"] == 20
+    assert found["digest"] == part_of(dataset, seed=0, **part).digest != dataset.digest
     assert steps == [
         *(("cross-validating by network", done, 5) for done in range(6)),
         *(("fitting the model", done, 1) for done in range(2)),
@@ -187,45 +176,19 @@ def test_data_of_one_network_is_refused(tmp_path):
     slow_but(
         [(5_000, "{out}")],
         [(0, "what processes share"), (100, "{out}"), (5_000, "{out}")],
-        "a fresh process trains",
+        "models are trained",
     ),
 )
 def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit, what):
-    """The limit on file sizes ends a write as a full disk does."""
-    program = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from synthetic import SMALL\n"
-        "from confpred.training.dataset import read_dataset\n"
-        "from confpred.training.train import train\n"
-        "data = read_dataset([Path(sys.argv[1])])\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
-        "try: train(data, Path(sys.argv[2]), hyper=SMALL)\n"
-        "except Exception as error: print(type(error).__name__, error)\n"
-    )
     out = tmp_path / "models" / "full"
-    done = subprocess.run(
-        [sys.executable, "-c", program, measurements, out, str(limit)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    said = f"StorageError cannot write {what.format(out=out)}: File too large"
-    assert done.stdout.startswith(said)
+    refused = f"^cannot write {what.format(out=out)}: File too large"
+    with room_for(limit), pytest.raises(StorageError, match=refused):
+        train(read_dataset([measurements]), out, hyper=SMALL)
     assert [path for path in tmp_path.rglob("*") if path.name != "models"] == []
 
 
-def test_command_trains_a_model_that_predicts(measurements, tmp_path):
-    program = "from confpred.cli import main; main()"
+@pytest.mark.slow(reason="a model is trained as users do")
+def test_command_trains_a_model_that_predicts(few_measurements, tmp_path):
     out = tmp_path / "models" / "mine"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "train", measurements, "--out", out],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    model = load_model(out)
-    assert f"p95 {model.card.metrics['regret']['p95']:.3f}" in done.stdout
+    done = worked("train", few_measurements, "--out", out)
+    assert f"p95 {load_model(out).card.metrics['regret']['p95']:.3f}" in done.stdout

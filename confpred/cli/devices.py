@@ -1,0 +1,158 @@
+"""`confpred devices`: the GPUs that are known, and what their models know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from confpred.cli.arguments import aligned, json_option, model_option
+from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.device import KNOWN, Device, get_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from confpred.model.folder import Model
+
+_DEVICE_HEADINGS = (
+    "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """A device and what its model knows; a device without one has None and nothing there.
+
+    Attributes:
+        device: its description.
+        model: version of its model.
+        operation: what that model chooses for, such as ``conv2d``.
+        families: the kernel families and libraries that it knows.
+        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
+        rows, problems, networks: measurements that it was trained on, and what these are of.
+        driver, cudnn: versions that the measurements were made with.
+    """
+
+    device: Device
+    model: str | None = None
+    operation: str | None = None
+    families: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    rows: int | None = None
+    problems: int | None = None
+    networks: int | None = None
+    driver: tuple[str, ...] = ()
+    cudnn: tuple[str, ...] = ()
+
+
+def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
+    """Return the devices of `models`, once a model, then those of the table that have none.
+
+    Raises:
+        ModelError: a model is damaged.
+    """
+    learned = []
+    for model in models:
+        families, data = model.card.families, model.card.data
+        layers = sorted({each for entry in families.values() for each in entry.groupings})
+        what = (model.version, model.operation.name, tuple(families), tuple(layers))
+        versions = (tuple(model.card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
+        amounts = (data.rows, data.problems, data.networks)
+        learned.append(KnownDevice(model.device, *what, *amounts, *versions))
+    has_one = {known.device.key for known in learned}
+    return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]
+
+
+@click.command("devices")
+@click.argument("device", required=False)
+@json_option(help="Print the devices as JSON.")
+@model_option
+def devices(device: str | None, as_json: bool, model: Path | None) -> None:
+    """List the GPUs that are known, and what their models know; or everything about one DEVICE.
+
+    \b
+    confpred devices
+    confpred devices h100
+    confpred devices --json
+
+    GB/s is the copy bandwidth, bytes read plus bytes written. TFLOP/s is the dense half-precision
+    rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
+    that is not in the list is known once its driver was asked, when a process first uses it.
+    """
+    from confpred.families.registry import all_operations
+    from confpred.model.folder import NewestModels
+    from confpred.predict.predictor import Predictor
+
+    models = [*Predictor.load(model).models.values()]
+    if model is None:
+        others = all_operations().keys() - {CONVOLUTION.name}
+        models += [m for name in sorted(others) for m in NewestModels(operation=name).values()]
+    found = known_devices(sorted(models, key=lambda each: each.device.key))
+    if device is not None:
+        key = next((k.device.key for k in found if k.device.key == device), None)
+        wanted = get_device(device if key is None else key)
+        found = [k for k in found if k.device.key == wanted.key] or [KnownDevice(wanted)]
+    if as_json:
+        click.echo(json.dumps({"devices": [asdict(known) for known in found]}, indent=1))
+    elif device is None:
+        click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, found)])))
+    else:
+        click.echo("\n".join(_device_facts(found)))
+
+
+def _device_row(known: KnownDevice) -> tuple[str, ...]:
+    d = known.device
+    return (
+        *(d.key, d.product, d.arch, str(d.sm_count)),
+        *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
+        *(known.model or "none", _layers(known)),
+        "" if known.problems is None else f"{known.problems:,}",
+    )
+
+
+def _layers(known: KnownDevice) -> str:
+    """Return the kinds of layers that a model knows; those of convolutions have names."""
+    return " ".join(known.layers) if known.operation == CONVOLUTION.name else known.operation or ""
+
+
+def _device_facts(models: Sequence[KnownDevice]) -> Iterator[str]:
+    d = models[0].device
+    yield f"{d.key}: {d.product}, {d.arch}"
+    facts = {
+        "multiprocessors": f"{d.sm_count}, of {d.warps_per_sm} warps and {d.blocks_per_sm} blocks",
+        "shared memory": f"{d.smem_per_sm:,} bytes each, {d.smem_per_block:,} for a block",
+        "L2 cache": f"{d.l2_bytes:,} bytes",
+        "bandwidth": f"{d.dram_bytes_per_s / 1e9:.0f} GB/s, read plus written",
+        "arithmetic": f"{d.tensor_flops / 1e12:.1f} TFLOP/s in half precision, "
+        f"{d.simt_flops / 1e12:.1f} in float32",
+    }
+    yield from _aligned_facts(facts)
+    for known in models:
+        yield from _aligned_facts(_model_facts(known))
+
+
+def _aligned_facts(facts: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"{name:15}  {value}" for name, value in facts.items() if value)
+
+
+def _model_facts(known: KnownDevice) -> dict[str, str]:
+    none = "none: that of the nearest device answers, without a bound"
+    facts = {"model": known.model or none}
+    if known.model is not None:
+        dense = (
+            "" if known.operation != CONVOLUTION.name or "dense" in known.layers else "; not dense"
+        )
+        facts |= {
+            "operation": str(known.operation),
+            "layers": _layers(known) + dense,
+            "families": " ".join(known.families),
+            "trained on": f"{known.rows:,} rows of {known.problems:,} problems of "
+            f"{known.networks:,} networks",
+            "measured with": f"driver {' or '.join(known.driver) or 'not recorded'}, "
+            f"cuDNN {' or '.join(known.cudnn) or 'not recorded'}",
+        }
+    return facts
