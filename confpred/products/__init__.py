@@ -3,9 +3,8 @@
     im2col.py    convolution: a confpred kernel copies windows into rows, and cuBLAS multiplies
     epilogue.py  chains of linear layers: bias and ReLU in cuBLASLt's epilogue
     strassen.py  chains of linear layers by seven products of half the size
-    run.py       launches with products in them, on tensors
 
-The first three need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by its functions.
+They need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by `confpred.launch.program`.
 This file has the parts that these families share.
 """
 

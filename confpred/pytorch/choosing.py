@@ -166,8 +166,19 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
-    has nothing to say, such as of an unknown device."""
+    """Choose for each of `problems` on `device`, and tell those who watch; see `answers`."""
+    choices = answers(problems, device, wishes)
+    for choice in dict.fromkeys(choices):
+        if choice is not None:
+            announce(choice)
+    return choices
+
+
+def answers(
+    problems: Sequence[Record], device: Device, wishes: Wishes = ANY
+) -> list[Choice | None]:
+    """Return the choice for each of `problems` on `device`, in one call of the predictor; None
+    where confpred has nothing to say, such as of an unknown device."""
     found: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
@@ -181,12 +192,10 @@ def choose_many(
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    for choice in found.values():
-        announce(choice)
     return [found.get(problem) for problem in problems]
 
 
-def choose(problem: Problem, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
+def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
     """Choose for `problem` on CUDA device `ordinal`; None for a device without a description."""
     return choose_on([problem], ordinal, wishes)[0]
 
@@ -203,7 +212,8 @@ def choose_on(
         return [None] * len(problems)
     choices = choose_many(problems, device, wishes)
     try:
-        model = current_predictor().models.get(device.key)
+        predictor = current_predictor(operation_of(problems[0]).name)
+        model = predictor.models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
             for it in model.card.changes(**now):

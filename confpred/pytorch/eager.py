@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401
 
 from confpred.concurrency import uninterrupted
+from confpred.cuda import driver
 from confpred.errors import InvalidInput
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, convolve
@@ -250,8 +251,13 @@ _conv_forward.__wrapped__ = _PYTORCH  # type: ignore[attr-defined]
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer of these sizes is predicted to save at least ``LEAST_MS``."""
     forward = convolve.forward_launch(x, weight, bias, None, call)
-    launches, saved = (forward, *convolve.backward_launches(x, weight, call)), 0.0
-    for choice in (launch.choice for launch in launches if launch is not None):
+    launches = (forward, *convolve.backward_launches(x, weight, call))
+    problems = [launch.assignment.problem for launch in launches if launch is not None]
+    saved = 0.0
+    device = driver.device_of(x.get_device()) if problems else None
+    for choice in choosing.answers(problems, device, call.wishes) if device else ():
+        if choice is None:
+            continue
         if choice.source == "pinned":
             return True
         if choice.pytorch_ms is not None and choice.predicted_ms is not None:

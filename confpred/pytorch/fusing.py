@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.pytorch import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch import fold as folding
 from confpred.pytorch.choosing import ANY, Wishes
-from confpred.pytorch.convolve import Call, Geometry, Hint, is_deterministic, problem_of, sums_bias
+from confpred.pytorch.convolve import Call, Geometry, is_deterministic, problem_of, sums_bias
 from confpred.pytorch.loading import CHANNELS_LAST, DTYPES, is_channels_last
 from confpred.pytorch.passes import put_in_place, val_of
 
@@ -350,13 +352,12 @@ def _choose(sites: Sequence[Site], choose: choosing.Choose) -> None:
             site.choice = choice
 
 
-def _hint(site: Site) -> Hint | None:
+def _hint(site: Site) -> Assignment | None:
     """Return what is to run for the sizes of the capture."""
-    p = site.problem
-    if p is None:
+    if site.problem is None:
         return None
-    image = (p.n, p.c, p.h, p.w)
-    return Hint(image, site.choice.candidate) if site.choice and site.is_ours else Hint(image)
+    candidate = site.choice.candidate if site.choice and site.is_ours else PYTORCH_OPERATOR
+    return Assignment(site.problem, candidate)
 
 
 def _site(node: fx.Node, direction: str, **fields: Any) -> Site:

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
+from confpred.launch.kernels import Enqueue, bound
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.choosing import kept
-from confpred.pytorch.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
+from confpred.pytorch.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context
 
 log = logging.getLogger(__name__)
 
@@ -121,20 +121,20 @@ def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
     """Launch `kernel` on the current stream; return False where it cannot be had."""
     ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
 
-    def bind() -> BoundLaunch | None:
+    def bind() -> Enqueue | None:
         try:
             names, sm_count = ("out", *inputs), driver.device_of(ordinal).sm_count
             launch = epilogue_launch(kernel, rows, channels, sm_count, names)
-            return BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
+            return bound(launch, names, ordinal)
         except ConfpredError as error:  # such as a compiler that is not installed: worth a look
             level = logging.DEBUG if isinstance(error, UnknownDevice) else logging.WARNING
             log.log(level, "falling back to PyTorch for %s: %s", kernel.entry, error)
         return None
 
     with torch.cuda.device(ordinal):
-        bound = kept(("pointwise", kernel, rows, channels, ordinal), bind)
-        if bound is None:
+        enqueue = kept(("pointwise", kernel, rows, channels, ordinal), bind)
+        if enqueue is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]
-        in_context(ordinal, lambda stream: bound.enqueue(stream, addresses))
+        in_context(ordinal, enqueue, addresses)
     return True
