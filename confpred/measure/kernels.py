@@ -15,7 +15,14 @@ from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
 from confpred.launch.kernels import bound, loaded
 from confpred.launch.runner import Loader, Runner, workspaces
-from confpred.measure.timing import Outcome, Replayable, Status, launches_a_replay, time_interleaved
+from confpred.measure.timing import (
+    Outcome,
+    Replayable,
+    Status,
+    Timing,
+    launches_a_replay,
+    time_interleaved,
+)
 from confpred.problem.operation import (
     REFERENCE,
     SCRATCH,
@@ -40,9 +47,8 @@ class _Shared:
     """Facts that the configs of one problem share."""
 
     arena: Arena
-    outputs: tuple[Operand, ...]
     operands: Operands
-    references: tuple[int, ...]
+    references: dict[Operand, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,9 @@ def _checked(
         with _failing(row, failures, "launch_error" if launch.plan is None else "illegal"):
             runners[row] = _within_bounds(loader.runner(launch))
     operands = arena.operands(operation, problem, list(runners.values()))
-    outputs = tuple(o for o in operation.operands(problem) if o.terms)
-    references = tuple(arena.reference(operation, problem, o, operands) for o in outputs)
-    shared, checked = _Shared(arena, outputs, operands, references), list[_Checked]()
+    outputs = [operand for operand in operands.kinds.values() if operand.terms]
+    references = {o: arena.reference(operation, problem, o, operands) for o in outputs}
+    shared, checked = _Shared(arena, operands, references), list[_Checked]()
     for row, runner in runners.items():
         report(row)
         with _failing(row, failures):
@@ -149,10 +155,10 @@ def _check_one(shared: _Shared, row: int, runner: Runner) -> _Checked:
         from confpred.measure.pytorch import on_addresses  # imports torch
 
         runner = on_addresses(runner, shared.operands.kinds, arena.ordinal)
-    arena.poison(shared.outputs)
+    arena.poison(shared.references)
     seconds = _once(shared, runner)
     errors, faults = [], []
-    for output, reference in zip(shared.outputs, shared.references, strict=True):
+    for output, reference in shared.references.items():
         error, outside = arena.compare(output, shared.operands, reference, tf32=launch.tf32)
         errors.append(error)
         if launch.error is not None:
@@ -199,8 +205,7 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
         if _is_hopeless(seconds, best):  # in the first launch, modules may have been loaded
             seconds = _once(shared, candidate.runner)
         if _is_hopeless(seconds, best):
-            one = replace(candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1)
-            hopeless[candidate.row] = one
+            hopeless[candidate.row] = candidate.outcome.timed(Timing(1e3 * seconds, 0.0, 1))
         else:
             useful.append(replace(candidate, seconds=seconds))
     return hopeless | _replayed(shared, useful, seed)
@@ -227,16 +232,7 @@ def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dic
         graphs.append(builder.end_building().complete())
     timings = time_interleaved(arena.cuda, arena.stream, graphs, launches, seed)
     clock = driver.sm_clock_mhz(arena.ordinal)
-    return {
-        c.row: replace(
-            c.outcome,
-            time_ms=t.median_ms,
-            spread_ms=t.spread_ms,
-            samples=t.samples,
-            sm_clock_mhz=clock,
-        )
-        for c, t in zip(candidates, timings, strict=True)
-    }
+    return {c.row: c.outcome.timed(t, clock) for c, t in zip(candidates, timings, strict=True)}
 
 
 # Operands, references and workspaces in device memory.
@@ -244,10 +240,10 @@ _ALIGN = 256
 _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
 #: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
 #: a sum that rounds to the neighbour.
-_ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
+ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 #: Errors of sums of products of values in [-1, 1), in float32; they grow with the number of
 #: products.
-_ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
+ABSOLUTE, ABSOLUTE_A_TERM = 1e-5, 4e-7
 #: The error of a product of numbers in [-1, 1) that are rounded to TF32 first, to 11 bits each, has
 #: a standard deviation below this. Errors of a sum grow with the root of their number, and the
 #: largest of some million is some six deviations away.
@@ -255,6 +251,15 @@ _TF32 = 2.0**-12
 _TF32_DEVIATIONS = 8
 _POISON = 0xFF  # every byte: NaN in all the dtypes
 _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
+
+
+def tolerance(output: Operand, *, tf32: bool = False) -> tuple[float, float]:
+    """Return how far each element of `output` may be from the reference: as a share of it, and what
+    is added to that; more where the inputs may be rounded to TF32."""
+    absolute = ABSOLUTE + ABSOLUTE_A_TERM * output.terms
+    if tf32:
+        absolute += _TF32_DEVIATIONS * _TF32 * output.terms**0.5
+    return ROUNDING[output.dtype], absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +342,7 @@ class Arena:
         self._computed[name] = problem
         return address
 
-    def poison(self, outputs: Sequence[Operand]) -> None:
+    def poison(self, outputs: Iterable[Operand]) -> None:
         """Fill all outputs and the scratch with NaN, which shows elements that are never written or
         are read too early; and fill the zeroed workspace with zeros."""
         for name in (*(o.name for o in outputs), SCRATCH):
@@ -352,16 +357,14 @@ class Arena:
     ) -> tuple[float, int]:
         """Relative error of `output` in the 2-norm, and how many elements are outside the bound,
         which is wider where the inputs may be rounded to TF32."""
-        absolute = _ABSOLUTE + _ABSOLUTE_A_TERM * output.terms
-        if tf32:
-            absolute += _TF32_DEVIATIONS * _TF32 * output.terms**0.5
+        relative, absolute = tolerance(output, tf32=tf32)
         error, norm, outside = self._totals(
             "compare",
             output.dtype,
             operands.bases[output.name],
             reference,
             np.int64(output.elements),
-            np.float64(_ROUNDING[output.dtype]),
+            np.float64(relative),
             np.float64(absolute),
         )
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)

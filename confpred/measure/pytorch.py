@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch, left_to_pytorch
+from confpred.cuda.epilogue import epilogue_of, left_to_pytorch
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.kernels import Enqueue, bound
 from confpred.launch.runner import Runner, workspaces
@@ -127,13 +127,7 @@ def measure_pytorch(
         return replace(outcome, status="launch_error", error=float("nan"), message=message)
     finally:
         torch.cuda.empty_cache()
-    return replace(
-        outcome,
-        time_ms=timing.median_ms,
-        spread_ms=timing.spread_ms,
-        samples=timing.samples,
-        sm_clock_mhz=driver.sm_clock_mhz(ordinal),
-    )
+    return outcome.timed(timing, driver.sm_clock_mhz(ordinal))
 
 
 def as_the_library_calls(
@@ -142,11 +136,10 @@ def as_the_library_calls(
     """Return the call that the library makes where PyTorch's operator is the answer."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
-    plain, p = left_to_pytorch(problem), problem
-    kernel = epilogue_kernel(
-        p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
+    plain, launch = (
+        left_to_pytorch(problem),
+        epilogue_of(problem, driver.device_of(ordinal).sm_count),
     )
-    launch = epilogue_launch(kernel, p.n * p.p * p.q, p.k, driver.device_of(ordinal).sm_count)
     enqueue = bound(launch, ("out", "bias", "residual"), ordinal)
 
     def call(tensors: dict[str, Tensor]) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launching import Guarded
-from references import ABSOLUTE, ROUNDING
 
+from confpred.measure.kernels import ABSOLUTE, ROUNDING
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch.pointwise import apply_epilogue, can_apply
 
