@@ -166,19 +166,8 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, and tell those who watch; see `answers`."""
-    choices = answers(problems, device, wishes)
-    for choice in dict.fromkeys(choices):
-        if choice is not None:
-            announce(choice)
-    return choices
-
-
-def answers(
-    problems: Sequence[Record], device: Device, wishes: Wishes = ANY
-) -> list[Choice | None]:
-    """Return the choice for each of `problems` on `device`, in one call of the predictor; None
-    where confpred has nothing to say, such as of an unknown device."""
+    """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
+    has nothing to say, such as of an unknown device."""
     found: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
@@ -192,6 +181,8 @@ def answers(
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
+    for choice in found.values():
+        announce(choice)
     return [found.get(problem) for problem in problems]
 
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair  # noqa: F401
 
 from confpred.concurrency import uninterrupted
-from confpred.cuda import driver
 from confpred.errors import InvalidInput
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import choosing, convolve
@@ -254,12 +253,9 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     launches = (forward, *convolve.backward_launches(x, weight, call))
     problems = [launch.assignment.problem for launch in launches if launch is not None]
     saved = 0.0
-    device = driver.device_of(x.get_device()) if problems else None
-    for choice in choosing.answers(problems, device, call.wishes) if device else ():
-        if choice is None:
-            continue
-        if choice.source == "pinned":
+    for choice in choosing.choose_on(problems, x.get_device(), call.wishes):
+        if choice is not None and choice.source == "pinned":
             return True
-        if choice.pytorch_ms is not None and choice.predicted_ms is not None:
+        if choice and choice.pytorch_ms is not None and choice.predicted_ms is not None:
             saved += choice.pytorch_ms - choice.predicted_ms
     return saved >= LEAST_MS

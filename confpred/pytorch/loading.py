@@ -168,11 +168,14 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
             try:
                 runner = loader.runner(launch)
             except (CompileError, LaunchError, MissingExtra) as error:
-                if not loader.may_build_others(launch):
-                    _warn(problem, error, once=launch.plan is not None)
-                    return None
-                log.debug("%s: %s", problem, error)
-                continue
+                if loader.may_build_others(launch):
+                    log.debug("%s: %s", problem, error)
+                    continue
+                if launch.plan is None:
+                    log.warning("falling back to PyTorch for %s: %s", problem, error)
+                else:  # a reason that holds for every problem
+                    warn_once(f"falling back to PyTorch: {error}")
+                return None
             if limits.allow(problem, runner.launch):
                 return ReadyLaunch(each, runner, ordinal)
             log.debug("%s: the plan needs %d bytes", problem, runner.launch.scratch_bytes)
@@ -180,14 +183,6 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
             return None
     log.info("falling back to PyTorch for %s: cuDNN builds none of the chosen plans", problem)
     return None
-
-
-def _warn(problem: Record, error: Exception, *, once: bool) -> None:
-    """Say why PyTorch computes `problem`; once where the reason is that of all problems."""
-    if once:
-        warn_once(f"falling back to PyTorch: {error}")
-    else:
-        log.warning("falling back to PyTorch for %s: %s", problem, error)
 
 
 def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
