@@ -251,11 +251,18 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer of these sizes is predicted to save at least ``LEAST_MS``."""
     forward = convolve.forward_launch(x, weight, bias, None, call)
     launches = (forward, *convolve.backward_launches(x, weight, call))
-    problems = [launch.assignment.problem for launch in launches if launch is not None]
+    assigned = [launch.assignment for launch in launches if launch is not None]
+    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.wishes)
     saved = 0.0
-    for choice in choosing.choose_on(problems, x.get_device(), call.wishes):
-        if choice is not None and choice.source == "pinned":
+    for assignment, choice in zip(assigned, choices, strict=True):
+        if choice is None:
+            continue
+        if choice.source == "pinned":
             return True
-        if choice and choice.pytorch_ms is not None and choice.predicted_ms is not None:
-            saved += choice.pytorch_ms - choice.predicted_ms
+        own_ms = choice.predicted_ms
+        if assignment.candidate != choice.candidate:  # cuDNN did not build the plan
+            known = choosing.current_predictor()
+            own_ms = known.expected_ms(assignment.problem, choice.device, assignment.candidate)
+        if choice.pytorch_ms is not None and own_ms is not None:
+            saved += choice.pytorch_ms - own_ms
     return saved >= LEAST_MS
