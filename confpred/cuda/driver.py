@@ -226,21 +226,13 @@ def _launch_kernel() -> Any:
 def bind(
     kernels: Sequence[LoadedKernel], launch: Launch, names: Sequence[str]
 ) -> Callable[[int, Sequence[int]], None]:
-    """Return a function that enqueues the steps of `launch`, which has their grids and scalars and
-    lacks only the addresses of the operands.
+    """Return a function that enqueues the steps of `launch` by `kernels`, one for each; their grids
+    and scalars are laid out, and all steps point into one array of addresses.
 
-    All steps point into one array of addresses.
-
-    Args:
-        kernels: one for each step of `launch`.
-        launch: the steps.
-        names: the operands' names, in the order in which the function is given their addresses.
-
-    Returns:
-        A function that is called with the handle of a CUDA stream and the device address of each
-        operand, 0 for an absent one; it launches all steps there. The current context must be the
-        kernels'. It raises `NoContext` where this thread has none, and `LaunchError` where the
-        driver refuses. It is the hot path of the library: one function that holds what it needs.
+    The function is called with the handle of a CUDA stream and the device address of each operand
+    in the order of `names`, 0 for an absent one. The current context must be the kernels'. It
+    raises `NoContext` where this thread has none, and `LaunchError` where the driver refuses. It is
+    the hot path of the library: one function that holds what it needs.
     """
     addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last one stays null
     place = {name: index for index, name in enumerate(names)}

@@ -1,8 +1,8 @@
-"""How many files a call runs through from a choice to a launch; the driver only notes its calls.
+"""The files that a call runs through from a choice to a launch; the driver only notes its calls.
 
-A person who follows a launch has to read them. To lay a config out is one call to its family, to
-compile it another one to the compiler, and records are what all of them speak of: of the first
-launch, the rooms `families` and `problem` are not counted. Of those after it every file is.
+A person who follows a launch has to read them. The family lays a config out in one call, the
+compiler compiles it in another, and records are everywhere: for the first launch, the rooms
+`families` and `problem` are not counted. For those after it every file is.
 """
 
 from __future__ import annotations
