@@ -12,9 +12,9 @@ from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 
 from confpred.families.protocol import Family
+from confpred.launch.program import Bound, Operands, Program, multiply
 from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.record import Record
-from confpred.products.run import Bound, Operands, Program, multiply
 
 _ITEM = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 

@@ -12,14 +12,10 @@ import torch.nn.functional as F
 from torch.nn import grad as gradients
 
 from confpred.families.protocol import Family
+from confpred.measure.kernels import tolerance
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Operand
-
-#: Largest relative error of rounding to the dtype and to its neighbour, and what sums of products
-#: of values in [-1, 1) in float32 add: as much for each term.
-ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
-ABSOLUTE, ABSOLUTE_A_TERM = 1e-5, 4e-7
 
 
 def random_inputs(family: Family, problem: Problem, seed: int) -> dict[str, torch.Tensor]:
@@ -70,7 +66,8 @@ def outside(
     found = {}
     for output in outputs:
         right = expected[output.name]
-        bound = ROUNDING[output.dtype] * right.abs() + ABSOLUTE + ABSOLUTE_A_TERM * output.terms
+        relative, absolute = tolerance(output)
+        bound = relative * right.abs() + absolute
         wrong = ~((results[output.name].double() - right).abs() <= bound)  # NaN is wrong too
         found[output.name] = int(wrong.sum())
     return {name: count for name, count in found.items() if count}

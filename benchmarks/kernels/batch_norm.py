@@ -188,19 +188,14 @@ def call_of(
     which are new tensors; its workspaces are its own, as those of one stream are."""
     import torch
 
-    from confpred.cuda import driver
-    from confpred.cuda.compiler import compile_kernel
-    from confpred.cuda.driver import BoundLaunch
+    from confpred.launch.kernels import bound
 
-    launch, arch = family.launch(problem, row), driver.device_of(0).arch
+    launch = family.launch(problem, row)
     launch = replace(launch, steps=launch.steps[:steps])
     operands = family.operation.operands(problem)
     outputs = [o for o in operands if o.terms]
     names = [*(o.name for o in operands), ZEROED, SCRATCH]
-    loaded = [
-        driver.load(compile_kernel(s.kernel, arch), s.smem_bytes).kernel for s in launch.steps
-    ]
-    bound = BoundLaunch(loaded, launch, names)
+    enqueue = bound(launch, names, 0)
     sizes = (launch.zeroed_bytes, launch.scratch_bytes)
     spaces = [torch.zeros(size + 1, dtype=torch.uint8, device="cuda") for size in sizes]
 
@@ -208,7 +203,7 @@ def call_of(
         made = [torch.empty(o.shape, dtype=getattr(torch, o.dtype), device="cuda") for o in outputs]
         given = [tensors[o.name] for o in operands if not o.terms]
         addresses = [t.data_ptr() for t in (*made, *given, *spaces)]
-        bound.enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+        enqueue(torch.cuda.current_stream().cuda_stream, addresses)
         return made
 
     return call

@@ -45,7 +45,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
@@ -148,15 +147,11 @@ def our_call(
     outputs."""
     import torch
 
-    from confpred.cuda import driver
+    from confpred.launch.kernels import bound
 
-    kernels = [
-        driver.load(compile_kernel(step.kernel, device.arch), step.smem_bytes).kernel
-        for step in launch.steps
-    ]
     operands = CONVOLUTION.operands(problem)
     names = [o.name for o in operands]
-    bound = BoundLaunch(kernels, launch, (*names, ZEROED, SCRATCH))
+    enqueue = bound(launch, (*names, ZEROED, SCRATCH), 0)
     zeroed = torch.zeros(launch.zeroed_bytes, dtype=torch.uint8, device="cuda")
     scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device="cuda")
 
@@ -169,7 +164,7 @@ def our_call(
         tensors = outputs | dict(inputs)
         addresses = [tensors[name].data_ptr() for name in names]
         addresses += [zeroed.data_ptr(), scratch.data_ptr()]
-        bound.enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+        enqueue(torch.cuda.current_stream().cuda_stream, addresses)
         return list(outputs.values())
 
     return call

@@ -24,7 +24,6 @@ import numpy as np
 
 from benchmarks.provenance import RESULTS, provenance, write
 from confpred.families.protocol import Candidate, config_dict
-from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.operation import SCRATCH, Launch, Step
@@ -120,13 +119,13 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
     """Milliseconds of a stack by each config, and by PyTorch's convolution."""
     import torch
 
+    from confpred.launch.assignment import Assignment
     from confpred.pytorch.run.loading import ready_launch
 
     problem = problem_of(case, dtype)
 
-    def ready(config: int) -> Callable[..., Any]:
-        choice = Choice(problem, "h100", "pinned", Candidate(FAMILY.name, config))
-        run = ready_launch(choice, FAMILY.launch(problem, config), 0).run
+    def run_of(config: int) -> Callable[..., Any]:
+        run = ready_launch(Assignment(problem, Candidate(FAMILY.name, config)), 0).run
         return lambda out, weight: run(out, weight)[0]
 
     layout = {"memory_format": torch.channels_last}
@@ -151,7 +150,7 @@ def measure(case: tuple[int, int, int], dtype: str, *, tf32: bool) -> list[dict[
         return run
 
     rows = configs(problem, tf32=tf32)
-    calls = [stack(ready(row)) for row in rows]
+    calls = [stack(run_of(row)) for row in rows]
     calls.append(stack(lambda out, weight: torch.conv2d(out, weight, padding=1)))
     with torch.inference_mode():
         right = calls[-1]().double()
@@ -235,7 +234,7 @@ def difference_on_cpu(problem: Problem, config: int) -> float:
     import torch
     import torch.nn.functional as F
 
-    from confpred.products.run import Bound, Operands, Program
+    from confpred.launch.program import Bound, Operands, Program
 
     p, launch = problem, FAMILY.launch(problem, config)
     x = torch.rand(p.n, p.h, p.w, p.c) * 2 - 1

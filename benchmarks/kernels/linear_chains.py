@@ -24,7 +24,6 @@ from benchmarks.kernels.im2col_chunks import graph_of, in_turns
 from benchmarks.provenance import RESULTS, provenance, write
 from confpred import products as chains
 from confpred.families.protocol import Candidate, Family
-from confpred.predict.choice import Choice
 from confpred.problem.device import get_device
 from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
@@ -78,6 +77,7 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     """Milliseconds and errors of all ways of one chain."""
     import torch
 
+    from confpred.launch.assignment import Assignment
     from confpred.measure.pytorch import operands
     from confpred.problem.linear_chain import LINEAR_CHAIN
     from confpred.problem.precision import matmul_tf32
@@ -101,8 +101,7 @@ def measure(problem: LinearChain) -> dict[str, Any]:
     }
     for name, family, config in candidates(problem):
         launch = family.launch(problem, config)
-        choice = Choice(problem, "h100", "pinned", Candidate(family.name, config))
-        run = ready_launch(choice, launch, 0).run
+        run = ready_launch(Assignment(problem, Candidate(family.name, config)), 0).run
         calls[name] = lambda run=run: run(x, *chain_operands(weights, biases))[0]
         row["workspace_bytes"][name] = launch.workspace_bytes
         row["stated_error"][name] = launch.error

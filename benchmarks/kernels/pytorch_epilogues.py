@@ -81,8 +81,9 @@ def operands(p: Problem) -> dict[str, Tensor | None]:
 
 def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """Return the ways that can compute a problem."""
+    from confpred.problem.activation import activated
     from confpred.pytorch.run.library import of_pixels
-    from confpred.pytorch.run.pointwise import activate, apply_epilogue
+    from confpred.pytorch.run.pointwise import apply_epilogue
 
     x, weight, bias, residual = given.values()
     geometry = (p.stride, p.padding, p.dilation)
@@ -90,7 +91,7 @@ def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]
 
         def plain() -> Tensor:
             out = torch.convolution(x, weight, bias, *geometry, False, (0, 0), 1)
-            return activate(p.activation, out)
+            return activated(p.activation, out)
 
         return {
             "epilogue": plain,

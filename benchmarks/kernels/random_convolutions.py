@@ -370,9 +370,9 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
     import torch.nn.functional as F
 
     import confpred
+    from confpred.problem.activation import activated
     from confpred.pytorch.run import operators  # noqa: F401 - they are called below
     from confpred.pytorch.run.convolve import Call
-    from confpred.pytorch.run.pointwise import activate
 
     x, weight, bias, residual, grad = given
     geometry, act = case.geometry, case.activation
@@ -400,7 +400,7 @@ def results(case: Case, given: list[Any], ours: bool) -> list[Any]:
         out = confpred.conv2d(*leaves, **named, activation=act, residual=residual)
     else:
         out = F.conv2d(*leaves, **named)
-        out = activate(act, out if residual is None else out + residual)
+        out = activated(act, out if residual is None else out + residual)
     if not needs:
         return [out]
     asked = [t for t, wanted in zip(leaves, case.mask, strict=True) if t is not None and wanted]

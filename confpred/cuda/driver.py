@@ -223,59 +223,49 @@ def _launch_kernel() -> Any:
     return function
 
 
-class BoundLaunch:
-    """Kernels with their grids and scalars; only the addresses of the operands are missing.
+def bind(
+    kernels: Sequence[LoadedKernel], launch: Launch, names: Sequence[str]
+) -> Callable[[int, Sequence[int]], None]:
+    """Return a function that enqueues the steps of `launch` by `kernels`, one for each; their grids
+    and scalars are laid out, and all steps point into one array of addresses.
 
-    All steps point into one array of addresses.
-
-    Args:
-        kernels: one for each step of `launch`.
-        launch: the steps.
-        names: the operands' names, in the order in which `enqueue` is given their addresses.
-
-    Attributes:
-        enqueue: called with the handle of a CUDA stream and the device address of each operand, 0
-            for an absent one; launches all steps there. The current context must be the kernels'.
-            It raises `NoContext` where this thread has none, and `LaunchError` where the driver
-            refuses. It is the hot path of the library: one function that holds what it needs.
+    The function is called with the handle of a CUDA stream and the device address of each operand
+    in the order of `names`, 0 for an absent one. The current context must be the kernels'. It
+    raises `NoContext` where this thread has none, and `LaunchError` where the driver refuses. It is
+    the hot path of the library: one function that holds what it needs.
     """
-
-    __slots__ = ("enqueue",)
-
-    def __init__(self, kernels: Sequence[Kernel], launch: Launch, names: Sequence[str]) -> None:
-        addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last one stays null
-        place = {name: index for index, name in enumerate(names)}
-        configs: list[_Config] = []
-        calls: list[tuple[Any, ...]] = []
-        kept: list[Any] = [kernels]
-        for kernel, step in zip(kernels, launch.steps, strict=True):
-            scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars.values())
-            slots = [place.get(name, len(names)) for name in step.operands]
-            starts = [ctypes.addressof(addresses) + 8 * slot for slot in slots]
-            starts += [ctypes.addressof(scalars) + 4 * i for i in range(len(scalars))]
-            arguments = (ctypes.c_void_p * len(starts))(*starts)
-            attributes = _attributes(step)
-            config = _Config(
-                (ctypes.c_uint * 3)(*step.grid),
-                (ctypes.c_uint * 3)(*step.block),
-                step.smem_bytes,
-                None,
-                ctypes.addressof(attributes) if len(attributes) else None,
-                len(attributes),
-            )
-            # The driver takes a library's kernel in place of a function (CUDA driver API,
-            # "CUkernel").
-            function = ctypes.c_void_p(int(kernel.handle))
-            configs.append(config)
-            calls.append((ctypes.byref(config), function, arguments, None))
-            kept += [scalars, attributes]
-        self.enqueue = _enqueue_of(addresses, len(names), configs, calls, kept)
+    addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last one stays null
+    place = {name: index for index, name in enumerate(names)}
+    configs: list[_Config] = []
+    calls: list[tuple[Any, ...]] = []
+    kept: list[Any] = [kernels]
+    for kernel, step in zip(kernels, launch.steps, strict=True):
+        scalars = (ctypes.c_int32 * len(step.scalars))(*step.scalars.values())
+        slots = [place.get(name, len(names)) for name in step.operands]
+        starts = [ctypes.addressof(addresses) + 8 * slot for slot in slots]
+        starts += [ctypes.addressof(scalars) + 4 * i for i in range(len(scalars))]
+        arguments = (ctypes.c_void_p * len(starts))(*starts)
+        attributes = _attributes(step)
+        config = _Config(
+            (ctypes.c_uint * 3)(*step.grid),
+            (ctypes.c_uint * 3)(*step.block),
+            step.smem_bytes,
+            None,
+            ctypes.addressof(attributes) if len(attributes) else None,
+            len(attributes),
+        )
+        # The driver takes a library's kernel in place of a function (CUDA driver API, "CUkernel").
+        function = ctypes.c_void_p(int(kernel.kernel.handle))
+        configs.append(config)
+        calls.append((ctypes.byref(config), function, arguments, None))
+        kept += [scalars, attributes]
+    return _enqueue_of(addresses, len(names), configs, calls, kept)
 
 
 def _enqueue_of(
     buffer: Any, count: int, configs: list[_Config], calls: list[tuple[Any, ...]], kept: list[Any]
 ) -> Callable[[int, Sequence[int]], None]:
-    """Return `BoundLaunch.enqueue`, which keeps `kept` alive."""
+    """Return the function that `bind` returns, which keeps `kept` alive."""
     pack, launch = struct.Struct(f"{count}Q").pack_into, _launch_kernel()
     lock = threading.Lock()  # the one array of addresses may have many callers
     current = 0  # the stream that the configs name
@@ -304,7 +294,7 @@ def _refuse(code: int) -> None:
 
 
 def launch_with(
-    kernel: Kernel,
+    kernel: LoadedKernel,
     grid: tuple[int, int, int],
     threads: int,
     stream: int,
@@ -319,7 +309,7 @@ def launch_with(
     config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), 0, stream)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     code = _launch_kernel()(
-        ctypes.byref(config), ctypes.c_void_p(int(kernel.handle)), arguments, None
+        ctypes.byref(config), ctypes.c_void_p(int(kernel.kernel.handle)), arguments, None
     )
     if code:
         _refuse(code)

@@ -62,6 +62,15 @@ def epilogue_kernel(
     )
 
 
+def epilogue_of(problem: Problem, sm_count: int) -> Launch:
+    """Return the pass over the output of `problem` for all that follows the convolution."""
+    p = problem
+    kernel = epilogue_kernel(
+        p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
+    )
+    return epilogue_launch(kernel, p.n * p.p * p.q, p.k, sm_count)
+
+
 def epilogue_launch(
     kernel: KernelSpec,
     rows: int,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
-from confpred.cudnn.plans import BuiltPlan, Plans
 from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
-from confpred.measure.timing import Outcome, Replayable, launches_a_replay, time_interleaved
+from confpred.launch.kernels import bound, loaded
+from confpred.launch.runner import Loader, Runner, workspaces
+from confpred.measure.timing import (
+    Outcome,
+    Replayable,
+    Status,
+    Timing,
+    launches_a_replay,
+    time_interleaved,
+)
 from confpred.problem.operation import (
     REFERENCE,
     SCRATCH,
@@ -24,7 +31,6 @@ from confpred.problem.operation import (
     Launch,
     Operand,
     Operation,
-    Step,
 )
 from confpred.problem.record import Record
 
@@ -33,7 +39,6 @@ MAX_WORKSPACE_BYTES = 2**31
 #: A config that takes this many times as long as the fastest, and this many seconds, can be of no
 #: use. Some of cuDNN's plans take hundreds of milliseconds, and would fill most of a run.
 HOPELESS_FACTOR, HOPELESS_SECONDS = 30.0, 5e-3
-Enqueue = Callable[[int, Sequence[int]], None]
 Report = Callable[[int], None]
 
 
@@ -42,19 +47,8 @@ class _Shared:
     """Facts that the configs of one problem share."""
 
     arena: Arena
-    problem: Record
-    family: Family
-    outputs: tuple[Operand, ...]
     operands: Operands
-    references: tuple[int, ...]
-
-
-class _Candidate(NamedTuple):
-    """A config that can be launched, as far as is known: with a library's plan, if it has one, and
-    the workspace that the plan turned out to need."""
-
-    launch: Launch
-    built: BuiltPlan | None = None
+    references: dict[Operand, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +56,9 @@ class _Checked:
     """A config that was found correct, but is not timed yet."""
 
     row: int
-    enqueue: Enqueue
+    runner: Runner
     outcome: Outcome  # as far as it is known before it is timed
     seconds: float
-    is_program: bool
 
 
 def measure(
@@ -89,102 +82,83 @@ def measure(
     Returns:
         One outcome a row, in the order of `rows`.
     """
-    shared, candidates, outcomes = _prepare(problem, family, rows, ordinal, report)
-    checked, failures = _check(shared, candidates, report)
-    outcomes |= failures | _time(shared, checked, seed)
+    shared, checked, outcomes = _checked(problem, family, rows, ordinal, report)
+    outcomes |= _time(shared, checked, seed)
     return [outcomes[row] for row in rows]
 
 
 def check(problem: Record, family: Family, rows: Sequence[int], *, ordinal: int) -> list[Outcome]:
     """Check configs as `measure` does, and time nothing."""
-    shared, candidates, outcomes = _prepare(problem, family, rows, ordinal, lambda _row: None)
-    checked, failures = _check(shared, candidates, lambda _row: None)
-    outcomes |= failures | {c.row: c.outcome for c in checked}
+    _, checked, outcomes = _checked(problem, family, rows, ordinal, lambda _row: None)
+    outcomes |= {c.row: c.outcome for c in checked}
     return [outcomes[row] for row in rows]
 
 
-def _prepare(
+def _checked(
     problem: Record, family: Family, rows: Sequence[int], ordinal: int, report: Report
-) -> tuple[_Shared, dict[int, _Candidate], dict[int, Outcome]]:
-    """Return the candidates to check, and the outcomes of plans that cannot be built."""
-    arena, operation = arena_of(ordinal), family.operation
-    candidates, failures = _built(problem, family, rows, ordinal, report)
-    operands = arena.operands(operation, problem, [c.launch for c in candidates.values()])
-    outputs = tuple(o for o in operation.operands(problem) if o.terms)
-    references = tuple(arena.reference(operation, problem, o, operands) for o in outputs)
-    return _Shared(arena, problem, family, outputs, operands, references), candidates, failures
-
-
-def _built(
-    problem: Record, family: Family, rows: Sequence[int], ordinal: int, report: Report
-) -> tuple[dict[int, _Candidate], dict[int, Outcome]]:
-    candidates: dict[int, _Candidate] = {}
-    failures: dict[int, Outcome] = {}
-    plans: Plans | None = None
-    for row in rows:
-        launch = family.launch(problem, row)
-        if launch.plan is None:
-            candidates[row] = _Candidate(launch)
-            continue
-        report(row)
-        try:
-            plans = plans or Plans(problem, ordinal)  # type: ignore[arg-type]  # a convolution
-            built = plans.build(launch.plan)
-            if built.workspace_bytes > MAX_WORKSPACE_BYTES:
-                raise LaunchError(f"it needs a workspace of {built.workspace_bytes} bytes")
-        except LaunchError as error:
-            failures[row] = Outcome(row, "illegal", message=str(error))
-        else:
-            launch = replace(launch, scratch_bytes=built.workspace_bytes)
-            candidates[row] = _Candidate(launch, built)
-    return candidates, failures
-
-
-def _check(
-    shared: _Shared, rows: Mapping[int, _Candidate], report: Report
-) -> tuple[list[_Checked], dict[int, Outcome]]:
+) -> tuple[_Shared, list[_Checked], dict[int, Outcome]]:
     """Return the correct configs, and the outcomes of the others."""
-    candidates: list[_Checked] = []
-    failures: dict[int, Outcome] = {}
-    for row, tried in rows.items():
+    arena, operation, failures = arena_of(ordinal), family.operation, dict[int, Outcome]()
+    loader, runners = Loader(operation, problem, ordinal), dict[int, Runner]()
+    for row in rows:
         report(row)
-        try:
-            candidate = _check_one(shared, row, tried)
-        except CompileError as error:
-            failures[row] = Outcome(row, "compile_error", message=str(error))
-        except LaunchError as error:
-            failures[row] = Outcome(row, "launch_error", message=str(error))
-        else:
+        launch = family.launch(problem, row)
+        with _failing(row, failures, "launch_error" if launch.plan is None else "illegal"):
+            runners[row] = _within_bounds(loader.runner(launch))
+    operands = arena.operands(operation, problem, list(runners.values()))
+    outputs = [operand for operand in operands.kinds.values() if operand.terms]
+    references = {o: arena.reference(operation, problem, o, operands) for o in outputs}
+    shared, checked = _Shared(arena, operands, references), list[_Checked]()
+    for row, runner in runners.items():
+        report(row)
+        with _failing(row, failures):
+            candidate = _check_one(shared, row, runner)
             if candidate.outcome.status == "ok":
-                candidates.append(candidate)
+                checked.append(candidate)
             else:
                 failures[row] = candidate.outcome
-    return candidates, failures
+    return shared, checked, failures
 
 
-def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
+@contextmanager
+def _failing(
+    row: int, failures: dict[int, Outcome], refused: Status = "launch_error"
+) -> Iterator[None]:
+    """Put the outcome of a config that cannot run among `failures`, `refused` where the driver or
+    the library does not take it."""
+    try:
+        yield
+    except CompileError as error:
+        failures[row] = Outcome(row, "compile_error", message=str(error))
+    except LaunchError as error:
+        failures[row] = Outcome(row, refused, message=str(error))
+
+
+def _within_bounds(runner: Runner) -> Runner:
+    """Return `runner`; raise `LaunchError` where its plan needs more than `MAX_WORKSPACE_BYTES`."""
+    launch = runner.launch
+    if launch.plan is not None and launch.scratch_bytes > MAX_WORKSPACE_BYTES:
+        raise LaunchError(f"it needs a workspace of {launch.scratch_bytes} bytes")
+    return runner
+
+
+def _check_one(shared: _Shared, row: int, runner: Runner) -> _Checked:
     """Launch one config once on poisoned outputs and compare them with the references: each element
     must be within the dtype's rounding, or within that of TF32 where the config uses it; where a
     launch states another error, the output as a whole must be within that.
 
     Raises:
-        CompileError, LaunchError: it cannot run.
+        LaunchError: it cannot run.
     """
-    arena, launch, names = shared.arena, candidate.launch, shared.operands.names
-    loaded = [arena.load(step.kernel) for step in launch.steps]
-    if candidate.built is not None:
-        enqueue: Enqueue = candidate.built.bind(names)
-    elif launch.program:
-        from confpred.measure.pytorch import enqueue_of  # imports torch
+    arena, launch = shared.arena, runner.launch
+    if runner.takes_tensors:
+        from confpred.measure.pytorch import on_addresses  # imports torch
 
-        sizes = {o.name: o for o in shared.family.operation.operands(shared.problem)}
-        enqueue = enqueue_of(launch, sizes, names, arena.kernel_of, arena.ordinal)
-    else:
-        enqueue = BoundLaunch([k.kernel for k in loaded], launch, names).enqueue
-    arena.poison(shared.outputs)
-    seconds = _once(shared, enqueue)
+        runner = on_addresses(runner, shared.operands.kinds, arena.ordinal)
+    arena.poison(shared.references)
+    seconds = _once(shared, runner)
     errors, faults = [], []
-    for output, reference in zip(shared.outputs, shared.references, strict=True):
+    for output, reference in shared.references.items():
         error, outside = arena.compare(output, shared.operands, reference, tf32=launch.tf32)
         errors.append(error)
         if launch.error is not None:
@@ -194,28 +168,29 @@ def _check_one(shared: _Shared, row: int, candidate: _Candidate) -> _Checked:
             faults.append(f"{outside} of {output.elements} elements of {output.name} are off")
     if not arena.left_zero(shared.operands, launch.zeroed_bytes):
         faults.append("the zeroed workspace is not zero again")
+    kernels = [loaded(kernel, arena.ordinal) for kernel in launch.kernels]
     outcome = Outcome(
         row,
         "wrong_result" if faults else "ok",
-        registers=max((k.registers for k in loaded), default=0),
-        local_bytes=max((k.local_bytes for k in loaded), default=0),
+        registers=max((k.registers for k in kernels), default=0),
+        local_bytes=max((k.local_bytes for k in kernels), default=0),
         smem_bytes=max((step.smem_bytes for step in launch.steps), default=0),
         error=max(errors),
         message="; ".join(faults),
     )
-    return _Checked(row, enqueue, outcome, seconds, bool(launch.program))
+    return _Checked(row, runner, outcome, seconds)
 
 
 def _is_hopeless(seconds: float, best: float) -> bool:
     return seconds > HOPELESS_SECONDS and seconds > HOPELESS_FACTOR * best
 
 
-def _once(shared: _Shared, enqueue: Enqueue) -> float:
+def _once(shared: _Shared, runner: Runner) -> float:
     """Return the seconds of one launch, which has ended."""
     arena = shared.arena
     start, end = (arena.cuda.create_event({"timing_enabled": True}) for _ in range(2))
     arena.stream.record(start)
-    enqueue(arena.handle, shared.operands.slot(0))
+    runner.enqueue(arena.handle, shared.operands.slot(0, runner.names))
     arena.stream.record(end)
     arena.stream.sync()
     return float(end - start) * 1e-3
@@ -228,10 +203,9 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
     for candidate in candidates:
         seconds = candidate.seconds
         if _is_hopeless(seconds, best):  # in the first launch, modules may have been loaded
-            seconds = _once(shared, candidate.enqueue)
+            seconds = _once(shared, candidate.runner)
         if _is_hopeless(seconds, best):
-            one = replace(candidate.outcome, time_ms=1e3 * seconds, spread_ms=0.0, samples=1)
-            hopeless[candidate.row] = one
+            hopeless[candidate.row] = candidate.outcome.timed(Timing(1e3 * seconds, 0.0, 1))
         else:
             useful.append(replace(candidate, seconds=seconds))
     return hopeless | _replayed(shared, useful, seed)
@@ -243,31 +217,22 @@ def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dic
     launches, slot = [], 0
     for candidate in candidates:
         count = launches_a_replay(candidate.seconds)
-        slots = [shared.operands.slot(slot + i) for i in range(count)]
+        slots = [shared.operands.slot(slot + i, candidate.runner.names) for i in range(count)]
         slot += count
         launches.append(count)
-        if candidate.is_program:
+        if candidate.runner.launch.program:
             from confpred.measure.pytorch import graph_of  # imports torch
 
-            graphs.append(graph_of(candidate.enqueue, slots))
+            graphs.append(graph_of(candidate.runner.enqueue, slots))
             continue
         builder = arena.stream.create_graph_builder().begin_building()
         capturing = int(builder.stream.handle)
         for addresses in slots:
-            candidate.enqueue(capturing, addresses)
+            candidate.runner.enqueue(capturing, addresses)
         graphs.append(builder.end_building().complete())
     timings = time_interleaved(arena.cuda, arena.stream, graphs, launches, seed)
     clock = driver.sm_clock_mhz(arena.ordinal)
-    return {
-        c.row: replace(
-            c.outcome,
-            time_ms=t.median_ms,
-            spread_ms=t.spread_ms,
-            samples=t.samples,
-            sm_clock_mhz=clock,
-        )
-        for c, t in zip(candidates, timings, strict=True)
-    }
+    return {c.row: c.outcome.timed(t, clock) for c, t in zip(candidates, timings, strict=True)}
 
 
 # Operands, references and workspaces in device memory.
@@ -275,10 +240,10 @@ _ALIGN = 256
 _L2_MULTIPLE = 3  # operands cycle through this many times the L2 cache
 #: Largest relative error of one rounding to the dtype (half a unit in the last place), doubled for
 #: a sum that rounds to the neighbour.
-_ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
+ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 #: Errors of sums of products of values in [-1, 1), in float32; they grow with the number of
 #: products.
-_ABSOLUTE, _ABSOLUTE_A_TERM = 1e-5, 4e-7
+ABSOLUTE, ABSOLUTE_A_TERM = 1e-5, 4e-7
 #: The error of a product of numbers in [-1, 1) that are rounded to TF32 first, to 11 bits each, has
 #: a standard deviation below this. Errors of a sum grow with the root of their number, and the
 #: largest of some million is some six deviations away.
@@ -288,31 +253,36 @@ _POISON = 0xFF  # every byte: NaN in all the dtypes
 _GRID = 132 * 8  # blocks of the helper kernels that stride over their elements
 
 
+def tolerance(output: Operand, *, tf32: bool = False) -> tuple[float, float]:
+    """Return how far each element of `output` may be from the reference: as a share of it, and what
+    is added to that; more where the inputs may be rounded to TF32."""
+    absolute = ABSOLUTE + ABSOLUTE_A_TERM * output.terms
+    if tf32:
+        absolute += _TF32_DEVIATIONS * _TF32 * output.terms**0.5
+    return ROUNDING[output.dtype], absolute
+
+
 @dataclass(frozen=True, slots=True)
 class Operands:
     """Several copies of a problem's operands in device memory.
 
     Attributes:
-        names: of the operation's operands, then ``zeroed`` and ``scratch``.
-        bases: address of the first of each; 0 for a workspace that nothing needs.
-        strides: bytes from each to the next of its kind; 0 for ``zeroed`` and ``scratch``, which
+        kinds: the operation's operands, by name.
+        bases: address of the first of each, and of each workspace that a launch needs, which
             launches of one stream share as they do in a program.
         slots: how many copies there are.
     """
 
-    names: tuple[str, ...]
-    bases: tuple[int, ...]
-    strides: tuple[int, ...]
+    kinds: Mapping[str, Operand]
+    bases: Mapping[str, int]
     slots: int
 
-    def slot(self, index: int) -> list[int]:
-        """Return the addresses of launch `index`; after the last slot comes the first."""
+    def slot(self, index: int, names: Iterable[str]) -> list[int]:
+        """Return the addresses of `names` for launch `index`; after the last slot comes the
+        first."""
         index %= self.slots
-        return [b + index * s for b, s in zip(self.bases, self.strides, strict=True)]
-
-    def base(self, name: str) -> int:
-        """Return the address of the first operand `name`."""
-        return self.bases[self.names.index(name)]
+        strides = {name: _aligned(operand.bytes) for name, operand in self.kinds.items()}
+        return [self.bases[name] + index * strides.get(name, 0) for name in names]
 
 
 class Arena:
@@ -334,32 +304,26 @@ class Arena:
         self._buffers: dict[str, Any] = {}
         self._filled: dict[str, tuple[str, float, float]] = {}
         self._computed: dict[str, Record] = {}  # what the references hold
-        self._kernels: dict[KernelSpec, driver.LoadedKernel] = {}
 
     def operands(
-        self, operation: Operation, problem: Record, launches: Sequence[Launch]
+        self, operation: Operation, problem: Record, runners: Sequence[Runner]
     ) -> Operands:
         """Random inputs, sliced so that successive slices do not fit in L2 together, and the
-        workspaces that any of `launches` needs."""
-        tensors = operation.operands(problem)
-        sizes = [_aligned(t.bytes) for t in tensors]
+        workspaces that any of `runners` needs."""
+        kinds = {operand.name: operand for operand in operation.operands(problem)}
+        sizes = {name: _aligned(operand.bytes) for name, operand in kinds.items()}
         # Two at least: a launch must not find what the one before it left in L2.
-        slots = max(2, -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes)))
-        bases = [
-            self._buffer(t.name, slots * size, None if t.terms else (t.dtype, t.scale, t.center))
-            for t, size in zip(tensors, sizes, strict=True)
-        ]
-        for name, wanted in (
-            (ZEROED, [launch.zeroed_bytes for launch in launches]),
-            (SCRATCH, [launch.scratch_bytes for launch in launches]),
-        ):
-            bases.append(self._buffer(name, max(wanted), None) if any(wanted) else 0)
-        return Operands(
-            names=(*(t.name for t in tensors), ZEROED, SCRATCH),
-            bases=tuple(bases),
-            strides=(*sizes, 0, 0),
-            slots=slots,
-        )
+        slots = max(2, -(-_L2_MULTIPLE * self.device.l2_bytes // sum(sizes.values())))
+        bases = {
+            name: self._buffer(
+                name, slots * sizes[name], None if o.terms else (o.dtype, o.scale, o.center)
+            )
+            for name, o in kinds.items()
+        }
+        wanted = [space for runner in runners for space in workspaces(runner.launch).items()]
+        for name, size in dict(sorted(wanted)).items():  # the largest
+            bases[name] = self._buffer(name, size, None)
+        return Operands(kinds, bases, slots)
 
     def reference(
         self, operation: Operation, problem: Record, output: Operand, operands: Operands
@@ -372,13 +336,13 @@ class Arena:
             return address
         self._buffers[name].fill(0, stream=self.stream)
         step = operation.reference(problem, output.name)
-        launch = Launch((step,))
-        bound = BoundLaunch([self.kernel_of(step)], launch, (*operands.names, REFERENCE))
-        bound.enqueue(self.handle, [*operands.slot(0), address])
+        names = (*operands.kinds, REFERENCE)
+        enqueue = bound(Launch((step,)), names, self.ordinal)
+        enqueue(self.handle, [*operands.slot(0, operands.kinds), address])
         self._computed[name] = problem
         return address
 
-    def poison(self, outputs: Sequence[Operand]) -> None:
+    def poison(self, outputs: Iterable[Operand]) -> None:
         """Fill all outputs and the scratch with NaN, which shows elements that are never written or
         are read too early; and fill the zeroed workspace with zeros."""
         for name in (*(o.name for o in outputs), SCRATCH):
@@ -393,16 +357,14 @@ class Arena:
     ) -> tuple[float, int]:
         """Relative error of `output` in the 2-norm, and how many elements are outside the bound,
         which is wider where the inputs may be rounded to TF32."""
-        absolute = _ABSOLUTE + _ABSOLUTE_A_TERM * output.terms
-        if tf32:
-            absolute += _TF32_DEVIATIONS * _TF32 * output.terms**0.5
+        relative, absolute = tolerance(output, tf32=tf32)
         error, norm, outside = self._totals(
             "compare",
             output.dtype,
-            operands.base(output.name),
+            operands.bases[output.name],
             reference,
             np.int64(output.elements),
-            np.float64(_ROUNDING[output.dtype]),
+            np.float64(relative),
             np.float64(absolute),
         )
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
@@ -412,22 +374,7 @@ class Arena:
         if not size:
             return True
         words = np.int64(-(-size // 4))
-        return not any(self._totals("count_nonzero", "float32", operands.base(ZEROED), words))
-
-    def load(self, spec: KernelSpec) -> driver.LoadedKernel:
-        """Return the kernel of `spec`, loaded once; it may use all the shared memory of a block.
-
-        Raises:
-            CompileError, LaunchError: it cannot be compiled or loaded.
-        """
-        if spec not in self._kernels:
-            compiled = compile_kernel(spec, self.device.arch)
-            self._kernels[spec] = driver.load(compiled, self.device.smem_per_block)
-        return self._kernels[spec]
-
-    def kernel_of(self, step: Step) -> Any:
-        """Return the kernel of a step, as `load` does."""
-        return self.load(step.kernel).kernel
+        return not any(self._totals("count_nonzero", "float32", operands.bases[ZEROED], words))
 
     def _totals(self, entry: str, dtype: str, *arguments: Any) -> Any:
         """Return the three float64 totals that a helper kernel computes."""
@@ -470,7 +417,7 @@ class Arena:
 
         spec = KernelSpec("reference.cu", entry, (("DTYPE", f"DTYPE_{dtype.upper()}"),))
         config = LaunchConfig(grid=_GRID, block=256)
-        launch(self.stream, config, self.load(spec).kernel, *arguments)
+        launch(self.stream, config, loaded(spec, self.ordinal).kernel, *arguments)
 
 
 def _aligned(size: int) -> int:

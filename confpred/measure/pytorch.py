@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
-from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch, left_to_pytorch
+from confpred.cuda.epilogue import epilogue_of, left_to_pytorch
 from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.launch.kernels import Enqueue, bound
+from confpred.launch.runner import Runner, workspaces
 from confpred.measure.timing import Outcome, launches_a_replay, time_interleaved
 from confpred.problem.conv2d import Problem
-from confpred.problem.operation import SCRATCH, Launch, Operand, Operation, Prepared, Step
+from confpred.problem.operation import Operand, Operation, Prepared
 from confpred.problem.record import Record
-from confpred.products.run import Bound, Program, by_driver
 
 
 class TorchGraph:
@@ -128,13 +127,7 @@ def measure_pytorch(
         return replace(outcome, status="launch_error", error=float("nan"), message=message)
     finally:
         torch.cuda.empty_cache()
-    return replace(
-        outcome,
-        time_ms=timing.median_ms,
-        spread_ms=timing.spread_ms,
-        samples=timing.samples,
-        sm_clock_mhz=driver.sm_clock_mhz(ordinal),
-    )
+    return outcome.timed(timing, driver.sm_clock_mhz(ordinal))
 
 
 def as_the_library_calls(
@@ -143,14 +136,11 @@ def as_the_library_calls(
     """Return the call that the library makes where PyTorch's operator is the answer."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
-    plain, p = left_to_pytorch(problem), problem
-    device = driver.device_of(ordinal)
-    kernel = epilogue_kernel(
-        p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
+    plain, launch = (
+        left_to_pytorch(problem),
+        epilogue_of(problem, driver.device_of(ordinal).sm_count),
     )
-    launch = epilogue_launch(kernel, p.n * p.p * p.q, p.k, device.sm_count)
-    loaded = driver.load(compile_kernel(kernel, device.arch), 0)
-    enqueue = BoundLaunch([loaded.kernel], launch, ("out", "bias", "residual")).enqueue
+    enqueue = bound(launch, ("out", "bias", "residual"), ordinal)
 
     def call(tensors: dict[str, Tensor]) -> torch.Tensor:
         inputs = {name: t for name, t in tensors.items() if name not in ("bias", "residual")}
@@ -174,8 +164,6 @@ def cudnn_version() -> str:
 
 # Launches with matrix products in them, on operands in an arena.
 
-Enqueue = Callable[[int, Sequence[int]], None]
-
 
 class _Memory:
     """Device memory as others hand it to PyTorch (CUDA Array Interface, version 3)."""
@@ -189,53 +177,30 @@ class _Memory:
         }
 
 
-def enqueue_of(
-    launch: Launch,
-    operands: Mapping[str, Operand],
-    names: Sequence[str],
-    load: Callable[[Step], Any],
-    ordinal: int,
-) -> Enqueue:
-    """Return a function that enqueues `launch` on a stream, given the addresses of `names` in
-    order.
-
-    `load` gives the kernel of a step. CUDA device `ordinal` becomes PyTorch's current one.
-
-    Raises:
-        CompileError, LaunchError: a kernel cannot be had.
-    """
-
-    def bind(step: Step) -> Bound:
-        return by_driver(step, load(step))
-
+def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) -> Runner:
+    """Return the runner of a program, given addresses and any stream as those of other launches
+    are. CUDA device `ordinal` becomes PyTorch's current one."""
     torch.cuda.set_device(ordinal)
-    program = Program(launch, bind)
-    views: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    sizes = workspaces(runner.launch) | {name: o.bytes for name, o in operands.items()}
+    dtypes = {name: getattr(torch, operand.dtype) for name, operand in operands.items()}
+    known: dict[tuple[int, ...], list[Tensor]] = {}
 
-    def tensors(addresses: Sequence[int]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, address in zip(names, addresses, strict=True):
-            operand = operands.get(name)
-            scratch = launch.scratch_bytes if name == SCRATCH else 0
-            size = scratch if operand is None else operand.bytes
-            if size and address:
-                plain = torch.as_tensor(_Memory(address, size), device="cuda")
-                found[name] = (
-                    plain if operand is None else plain.view(getattr(torch, operand.dtype))
-                )
-        return found
+    def tensors(addresses: Sequence[int]) -> list[Tensor]:
+        memory = zip(runner.names, addresses, strict=True)
+        plain = {n: torch.as_tensor(_Memory(a, sizes[n]), device="cuda") for n, a in memory}
+        return [t.view(dtypes.get(name, torch.uint8)) for name, t in plain.items()]
 
     def enqueue(stream: int, addresses: Sequence[int]) -> None:
         key = tuple(addresses)
-        if key not in views:
-            views[key] = tensors(addresses)
+        if key not in known:
+            known[key] = tensors(addresses)
         if torch.cuda.current_stream().cuda_stream == stream:
-            program(views[key])
+            runner.enqueue(stream, known[key])
         else:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-                program(views[key])
+                runner.enqueue(stream, known[key])
 
-    return enqueue
+    return replace(runner, enqueue=enqueue)
 
 
 def graph_of(enqueue: Enqueue, slots: Sequence[Sequence[int]]) -> TorchGraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -152,3 +152,10 @@ class Outcome:
     message: str = ""
     cudnn: str = ""
     cudnn_mode: str = ""
+
+    def timed(self, timing: Timing, sm_clock_mhz: int = 0) -> Outcome:
+        """Return this outcome with the time of one launch."""
+        return replace(
+            self, time_ms=timing.median_ms, spread_ms=timing.spread_ms, samples=timing.samples,
+            sm_clock_mhz=sm_clock_mhz,
+        )  # fmt: skip

@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """PyTorch's gradient of an activation, as autograd computes it.
+    """PyTorch's operators of an activation, as captured graphs and autograd have them.
 
     Attributes:
-        operator: of ``torch.ops.aten``; it takes the gradient of the output, what forward saved,
-            and `arguments`.
+        operator: the gradient's, of ``torch.ops.aten``; it takes the gradient of the output, what
+            forward saved, and `arguments`.
         saves_output: whether forward saves the activation's output, not its argument.
+        forward: the operator of the forward pass, if it has another name than the activation; it
+            takes the argument, and `forward_arguments`.
     """
 
     operator: str
     arguments: tuple[float, ...] = ()
     saves_output: bool = False
+    forward: str = ""
+    forward_arguments: tuple[float, ...] = ()
 
 
 #: The gradients by the activations' names. The position of a name is a feature of models, so a new
@@ -36,7 +40,9 @@ GRADIENTS: Mapping[str, Gradient | None] = {
     "relu": Gradient("threshold_backward", (0,), saves_output=True),
     "silu": Gradient("silu_backward"),
     "gelu": Gradient("gelu_backward"),
-    "relu6": Gradient("hardtanh_backward", (0.0, 6.0)),
+    "relu6": Gradient(
+        "hardtanh_backward", (0.0, 6.0), forward="hardtanh", forward_arguments=(0.0, 6.0)
+    ),
     "hardswish": Gradient("hardswish_backward"),
 }
 ACTIVATIONS = tuple(GRADIENTS)

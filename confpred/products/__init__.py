@@ -3,9 +3,8 @@
     im2col.py    convolution: a confpred kernel copies windows into rows, and cuBLAS multiplies
     epilogue.py  chains of linear layers: bias and ReLU in cuBLASLt's epilogue
     strassen.py  chains of linear layers by seven products of half the size
-    run.py       launches with products in them, on tensors
 
-The first three need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by its functions.
+They need neither PyTorch nor a GPU. cuBLAS is PyTorch's, and called by `confpred.launch.program`.
 This file has the parts that these families share.
 """
 
@@ -23,7 +22,7 @@ from confpred.families.protocol import Rows
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
-from confpred.problem.operation import Launch, Operation
+from confpred.problem.operation import Launch, Operation, Product, View
 
 _UNIT = 16  # bytes: what parts of a workspace are aligned to
 #: Rate of tensor cores for TF32 over that for half precision.
@@ -75,6 +74,19 @@ def product_s(problem: LinearChain, device: Device, flops: float, moved: float) 
     else:
         rate = device.simt_flops
     return max(flops / rate, moved / device.dram_bytes_per_s)
+
+
+def matrix(operand: str, rows: int, columns: int, offset: int = 0) -> View:
+    """Return a dense matrix in an operand, `offset` elements behind its start."""
+    return View(operand, (1, rows, columns), (0, columns, 1), offset)
+
+
+def layer_of(problem: LinearChain, index: int, out: View, source: View) -> Product:
+    """Return layer `index` of a chain, from matrix to matrix, with bias and ReLU."""
+    before, after = source.shape[2], out.shape[2]
+    weight = View(f"weight{index}", (1, before, after), (0, 1, before))
+    relu = problem.activated(index) == "relu"
+    return Product(out, source, weight, bias=f"bias{index}", relu=relu, tf32=problem.tf32)
 
 
 class ProductFamily(ABC):

@@ -8,7 +8,6 @@ PyTorch makes the second pass there too.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from confpred.families.protocol import Rows
 from confpred.families.table import config_table
 from confpred.problem.device import Device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
-from confpred.problem.operation import SCRATCH, Launch, Product, View
+from confpred.problem.operation import SCRATCH, Launch
 
 
 class FusedEpilogue(chains.ChainFamily):
@@ -45,15 +44,13 @@ class FusedEpilogue(chains.ChainFamily):
         # Layers take turns with two matrices, of which a chain of two layers needs one.
         starts = [layout.add(p.batch * max(between)) for _ in range(min(2, len(between)))]
         program = []
-        source = View("in", (1, p.batch, p.inputs), (0, p.inputs, 1))
-        for index, (before, after) in enumerate(pairwise(p.widths)):
-            weight = View(f"weight{index}", (1, before, after), (0, 1, before))
-            out = View("out", (1, p.batch, after), (0, after, 1))
+        source = chains.matrix("in", p.batch, p.inputs)
+        for index, after in enumerate(p.widths[1:]):
+            out = chains.matrix("out", p.batch, after)
             if index < p.layers - 1:
                 start = layout.elements(starts[index % 2])
                 out = replace(out, operand=SCRATCH, offset=start)
-            relu = p.activated(index) == "relu"
-            program += [Product(out, source, weight, bias=f"bias{index}", relu=relu, tf32=p.tf32)]
+            program.append(chains.layer_of(p, index, out, source))
             source = out
         error = chains.ordinary_error(p)
         return Launch.of_program(program, scratch_bytes=layout.bytes, error=error)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
+from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_of
 from confpred.families.common import MAX_INT
 from confpred.families.protocol import Rows
 from confpred.families.table import config_columns, config_table
@@ -208,10 +208,7 @@ def _epilogue(p: Problem) -> tuple[Step, ...]:
     """One pass over the output for what is more than the products."""
     if not (p.bias or p.has_epilogue):
         return ()
-    kernel = epilogue_kernel(
-        p.k, p.dtype, bias=p.bias, residual=p.residual, activation=p.activation
-    )
-    return epilogue_launch(kernel, p.n * p.p * p.q, p.k, _BLOCKS // 16).steps
+    return epilogue_of(p, _BLOCKS // 16).steps
 
 
 FAMILY = Im2col()

@@ -175,15 +175,9 @@ class _Chain:
     def _ordinary(
         self, index: int, before: int, after: int, at: str, start: int, to: str, to_start: int
     ) -> Product:
-        p = self._p
-        return Product(
-            View(to, (1, p.batch, after), (0, after, 1), self._scratch.elements(to_start)),
-            View(at, (1, p.batch, before), (0, before, 1), self._scratch.elements(start)),
-            View(f"weight{index}", (1, before, after), (0, 1, before)),
-            bias=f"bias{index}",
-            relu=p.activated(index) == "relu",
-            tf32=p.tf32,
-        )
+        p, elements = self._p, self._scratch.elements
+        out = chains.matrix(to, p.batch, after, elements(to_start))
+        return chains.layer_of(p, index, out, chains.matrix(at, p.batch, before, elements(start)))
 
     def _products(self, before: int, after: int) -> Product:
         m, k, n = self._half_batch, _half(self._p, before), _half(self._p, after)

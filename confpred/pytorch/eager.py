@@ -21,12 +21,13 @@ from torch.nn.modules.utils import _pair  # noqa: F401
 
 from confpred.concurrency import uninterrupted
 from confpred.errors import InvalidInput
+from confpred.problem.activation import activated
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch.run import choosing, convolve
 from confpred.pytorch.run.choosing import ANY, Wishes
 from confpred.pytorch.run.convolve import Call, Geometry, Pair
 from confpred.pytorch.run.loading import CHANNELS_LAST
-from confpred.pytorch.run.pointwise import activate, activation_named
+from confpred.pytorch.run.pointwise import activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call
@@ -92,7 +93,7 @@ def conv2d(
     given = [tensor for _, tensor, _ in tensors if tensor is not None]
     if torch.compiler.is_compiling() or not is_plain(*given):
         out = F.conv2d(x, weight, bias, *geometry)
-        return activate(name, out if residual is None else out + residual)
+        return activated(name, out if residual is None else out + residual)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
@@ -101,7 +102,7 @@ def conv2d(
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
         out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
-        return activate(name, out if residual is None else out + residual)
+        return activated(name, out if residual is None else out + residual)
     return convolve.forward(x, weight, bias, residual, replace(call, activation=name))
 
 
@@ -250,10 +251,19 @@ _conv_forward.__wrapped__ = _PYTORCH  # type: ignore[attr-defined]
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer of these sizes is predicted to save at least ``LEAST_MS``."""
     forward = convolve.forward_launch(x, weight, bias, None, call)
-    launches, saved = (forward, *convolve.backward_launches(x, weight, call)), 0.0
-    for choice in (launch.choice for launch in launches if launch is not None):
+    launches = (forward, *convolve.backward_launches(x, weight, call))
+    assigned = [launch.assignment for launch in launches if launch is not None]
+    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.wishes)
+    saved = 0.0
+    for assignment, choice in zip(assigned, choices, strict=True):
+        if choice is None:
+            continue
         if choice.source == "pinned":
             return True
-        if choice.pytorch_ms is not None and choice.predicted_ms is not None:
-            saved += choice.pytorch_ms - choice.predicted_ms
+        own_ms = choice.predicted_ms
+        if assignment.candidate != choice.candidate:  # cuDNN did not build the plan
+            known = choosing.current_predictor()
+            own_ms = known.expected_ms(assignment.problem, choice.device, assignment.candidate)
+        if choice.pytorch_ms is not None and own_ms is not None:
+            saved += choice.pytorch_ms - own_ms
     return saved >= LEAST_MS

@@ -3,7 +3,6 @@ error that the caller allows."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,18 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from confpred.cuda import driver
-from confpred.errors import ConfpredError, InvalidInput, InvalidProblem
+from confpred.errors import InvalidInput, InvalidProblem
+from confpred.problem.activation import activated
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.linear_chain import LINEAR_CHAIN, MOST_LAYERS, LinearChain
+from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch.eager import is_plain
-from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import Wishes
-from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, load
-from confpred.pytorch.run.pointwise import activate, activation_named
-
-log = logging.getLogger(__name__)
+from confpred.pytorch.run.choosing import Wishes, kept
+from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, choose_and_load
+from confpred.pytorch.run.pointwise import activation_named
 
 
 def linear_chain(
@@ -80,7 +76,7 @@ def linear_chain(
         for index, weight in enumerate(weights[part], start):
             x = F.linear(x, weight, None if biases is None else biases[index])
             if last or index < len(weights) - 1:
-                x = activate(name, x)
+                x = activated(name, x)
     return x
 
 
@@ -109,16 +105,9 @@ def _launch(
         return None
 
     def find() -> ReadyLaunch | None:
-        try:
-            predictor = choosing.current_predictor(LINEAR_CHAIN.name).within(limits)
-            choice = predictor.choose(problem, driver.device_of(ordinal))
-        except ConfpredError as error:
-            log.warning("falling back to PyTorch: %s", error)
-            return None
-        choosing.announce(choice)
-        return load(choice, ordinal, limits) if choosing.is_ours(choice) else None
+        return choose_and_load(problem, ordinal, Wishes(limits))
 
-    return choosing.kept(("chain", problem, ordinal, limits), find)
+    return kept(("chain", problem, ordinal, limits), find)
 
 
 def problem_of(

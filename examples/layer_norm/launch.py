@@ -13,8 +13,7 @@ from layer_norm import FAMILY, LayerNormProblem
 
 from confpred import Predictor
 from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
+from confpred.launch.kernels import bound
 
 
 def layer_norm(
@@ -28,15 +27,10 @@ def layer_norm(
     if choice.config_id is None:  # PyTorch's own is expected to be faster
         return F.layer_norm(x, (columns,), weight, bias)
     launch = FAMILY.launch(problem, choice.config_id)
-    driver.make_current(x.device.index)
-    kernels = [
-        driver.load(compile_kernel(step.kernel, device.arch), step.smem_bytes).kernel
-        for step in launch.steps
-    ]
-    bound = BoundLaunch(kernels, launch, ("out", "in", "weight", "bias"))
+    enqueue = bound(launch, ("out", "in", "weight", "bias"), x.device.index)
     out = torch.empty_like(x)
     addresses = [tensor.data_ptr() for tensor in (out, x, weight, bias)]
-    bound.enqueue(torch.cuda.current_stream(x.device).cuda_stream, addresses)
+    enqueue(torch.cuda.current_stream(x.device).cuda_stream, addresses)
     return out
 
 

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from layers import NORMS, random_legal_layer, random_norm
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
+from confpred.launch.kernels import bound
+from confpred.launch.runner import workspaces
 from confpred.problem.conv2d import Problem
-from confpred.problem.operation import SCRATCH, ZEROED
+from confpred.problem.operation import ZEROED
 
 LAYERS, CONFIGS = 4, 4
 _ONES = 0x3C  # repeated, a small number in every dtype
@@ -47,17 +47,11 @@ def launch(family: Family, problem: Problem, row: int, stream: int) -> None:
         o.name: allocate(o.bytes, None if o.terms else _ONES)
         for o in family.operation.operands(problem)
     }
-    if launch.zeroed_bytes:
-        operands[ZEROED] = allocate(launch.zeroed_bytes, 0)
-    if launch.scratch_bytes:
-        operands[SCRATCH] = allocate(launch.scratch_bytes, None)
-    arch = driver.device_of(0).arch
-    kernels = [
-        driver.load(compile_kernel(step.kernel, arch), step.smem_bytes).kernel
-        for step in launch.steps
-    ]
+    for name, size in workspaces(launch).items():
+        operands[name] = allocate(size, 0 if name == ZEROED else None)
+    enqueue = bound(launch, list(operands), 0)
     cuda.cuCtxSynchronize()  # the stream below does not wait for what filled the memory
-    BoundLaunch(kernels, launch, list(operands)).enqueue(stream, list(operands.values()))
+    enqueue(stream, list(operands.values()))
     (code,) = cuda.cuCtxSynchronize()
     if code:
         raise SystemExit(f"{family.name} row {row} of {problem}: {code.name}")

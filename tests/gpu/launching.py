@@ -5,10 +5,9 @@ from __future__ import annotations
 import references
 import torch
 
-from confpred.cuda import driver
-from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.driver import BoundLaunch
 from confpred.families.protocol import Family
+from confpred.launch.kernels import bound
+from confpred.launch.runner import workspaces
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
 
@@ -46,23 +45,18 @@ class Config:
         operands = {o.name: o for o in family.operation.operands(problem)}
         self.outputs = [o for o in operands.values() if o.terms]
         sizes = {name: operand.bytes for name, operand in operands.items()}
-        sizes |= {ZEROED: self.launch.zeroed_bytes, SCRATCH: self.launch.scratch_bytes}
-        self.operands = {name: Guarded(size) for name, size in sizes.items() if size}
+        sizes |= workspaces(self.launch)
+        self.operands = {name: Guarded(size) for name, size in sizes.items()}
         for name, tensor in inputs.items():
             self.operands[name].inside.copy_(tensor.cuda().view(torch.uint8).flatten())
         if self.launch.zeroed_bytes:
             self.operands[ZEROED].inside.zero_()
-        arch = driver.device_of(0).arch
-        kernels = [
-            driver.load(compile_kernel(step.kernel, arch), step.smem_bytes).kernel
-            for step in self.launch.steps
-        ]
-        self._bound = BoundLaunch(kernels, self.launch, list(self.operands))
+        self._enqueue = bound(self.launch, list(self.operands), 0)
 
     def enqueue(self) -> None:
         """Launch on the current stream."""
         addresses = [guarded.inside.data_ptr() for guarded in self.operands.values()]
-        self._bound.enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+        self._enqueue(torch.cuda.current_stream().cuda_stream, addresses)
 
     def poison_outputs(self) -> None:
         for output in self.outputs:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launching import Guarded
-from references import ABSOLUTE, ROUNDING
 
+from confpred.measure.kernels import ABSOLUTE, ROUNDING
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.pytorch.run.pointwise import apply_epilogue, can_apply
 
@@ -136,9 +136,10 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
 
 
 def test_a_graph_may_meet_a_kernel_that_is_not_loaded(monkeypatch) -> None:
-    from confpred.pytorch.run import choosing, loading
+    from confpred.launch import kernels
+    from confpred.pytorch.run import choosing
 
-    loading.loaded.cache_clear()
+    kernels.loaded.cache_clear()
     monkeypatch.setattr(choosing, "_kept", {})
     start = random(3, 40, 6, 5, dtype=torch.float32).contiguous(memory_format=LAST)
     out = start.clone(memory_format=LAST)

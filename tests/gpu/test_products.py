@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import confpred
 from confpred.families.protocol import Candidate, Family, config_dict
+from confpred.launch.assignment import Assignment
 from confpred.measure.kernels import check, measure
-from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem
 from confpred.problem.device import Device
@@ -108,8 +108,7 @@ def test_im2col_runs_on_pytorchs_tensors_streams_and_graphs(row: int, device: De
     bias = torch.randn(48, device="cuda").half()
     right = F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()
     config = int(np.flatnonzero(im2col.FAMILY.legal(problem, device))[row])
-    choice = Choice(problem, device.key, "pinned", Candidate(im2col.FAMILY.name, config))
-    ready = ready_launch(choice, im2col.FAMILY.launch(problem, config), 0)
+    ready = ready_launch(Assignment(problem, Candidate(im2col.FAMILY.name, config)), 0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -195,8 +194,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 def run_of(problem: LinearChain, family: Family, config: int) -> Callable[..., torch.Tensor]:
     """Return a function that computes `problem` from an input, weights and biases."""
-    choice = Choice(problem, "h100", "pinned", Candidate(family.name, config))
-    ready = ready_launch(choice, family.launch(problem, config), 0)
+    ready = ready_launch(Assignment(problem, Candidate(family.name, config)), 0)
 
     def run(
         x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.convolve import Call, Geometry, Hint, problem_of
+from confpred.pytorch.run.convolve import Call, Geometry, problem_of
 from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -92,13 +94,12 @@ def call_of(node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, **fie
     return Call(geometry, hints=both, wishes=wishes, mask=mask).text()
 
 
-def _hint(site: Site) -> Hint | None:
+def _hint(site: Site) -> Assignment | None:
     """Return what is to run for the sizes of the capture."""
-    p: Any = site.problem
-    if p is None:
+    if site.problem is None:
         return None
-    image = (p.n, p.c, p.h, p.w)
-    return Hint(image, site.choice.candidate) if site.choice and site.is_ours else Hint(image)
+    candidate = site.choice.candidate if site.choice and site.is_ours else PYTORCH_OPERATOR
+    return Assignment(site.problem, candidate)
 
 
 def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
 from confpred.pytorch.run.loading import DTYPES, is_channels_last
-from confpred.pytorch.run.norms import NormCall, problem_of
+from confpred.pytorch.run.norms import problem_of
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
@@ -161,14 +162,12 @@ def _replace_norm(
     norm: Any = chain.norm
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM
     x, weight, bias, mean, variance, *_, momentum, eps = norm.args
-    ahead, back = (choice.candidate for choice in choices)
-    image = tuple(choices[0].problem.to_json()[name] for name in "nchw")
-    text = NormCall(chain.activation, frozen, image, ahead, back).text()
+    ahead, back = (Assignment.of(choice).text() for choice in choices)
     empty, residual = val_of(mean).new_empty(0), chain.residual
     held = (eps,) if frozen else (eps, momentum)
     numbers = [_number(value, empty, graph, made) for value in held]
     with graph.inserting_before(_place(chain)):
-        given = (x, weight, bias, residual, mean, variance, numbers, momentum, eps, text)
+        given = (x, weight, bias, residual, mean, variance, numbers, momentum, eps, ahead)
         new = graph.call_function(confpred.batch_norm.default, given)
     values = [val_of(chain.last), *([empty] * 4 if frozen else val_of(norm)[1:])]
     new.meta = norm.meta | {"val": values}
@@ -182,7 +181,7 @@ def _replace_norm(
     inner, residual = (backward, None) if chain.gradient is None else (chain.gradient, residual)
     with graph.inserting_before(inner):
         statistics, again = ((mean, variance), numbers) if frozen else (results[1:3], [])
-        given = (inner.args[0], x, weight, bias, residual, *statistics, again, eps, text)
+        given = (inner.args[0], x, weight, bias, residual, *statistics, again, eps, back)
         put = graph.call_function(confpred.batch_norm_backward.default, given)
     of_vectors = [empty if t is None else torch.empty_like(val_of(t)) for t in (weight, bias)]
     values = [torch.empty_like(val_of(x)), *of_vectors, val_of(backward.args[0])]

@@ -1,4 +1,4 @@
-"""PyTorch's operators of each activation, as captured graphs have them: a row an activation."""
+"""PyTorch's operators of each activation, as captured graphs have them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from confpred.problem.activation import GRADIENTS
 
 aten = torch.ops.aten
 
@@ -28,17 +30,13 @@ class Operators:
     saves_result: bool = False
 
 
-_SIX = (0.0, 6.0)
-#: By the names of `confpred.problem.conv2d.ACTIVATIONS`, but for ``none``.
+#: By the names of `confpred.problem.activation.ACTIVATIONS`, but for ``none``.
 OPERATORS: Mapping[str, Operators] = {
-    "relu": Operators(
-        aten.relu.default, aten.threshold_backward.default,
-        gradient_arguments=(0,), saves_result=True,
-    ),
-    "silu": Operators(aten.silu.default, aten.silu_backward.default),
-    "gelu": Operators(aten.gelu.default, aten.gelu_backward.default),
-    "relu6": Operators(aten.hardtanh.default, aten.hardtanh_backward.default, _SIX, _SIX),
-    "hardswish": Operators(aten.hardswish.default, aten.hardswish_backward.default),
+    name: Operators(
+        getattr(aten, row.forward or name).default, getattr(aten, row.operator).default,
+        row.forward_arguments, row.arguments, row.saves_output,
+    )
+    for name, row in GRADIENTS.items() if row is not None
 }  # fmt: skip
 #: Names by the operator of the forward pass.
 NAMES: dict[Any, str] = {row.forward: name for name, row in OPERATORS.items()}

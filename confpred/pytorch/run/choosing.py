@@ -186,7 +186,7 @@ def choose_many(
     return [found.get(problem) for problem in problems]
 
 
-def choose(problem: Problem, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
+def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
     """Choose for `problem` on CUDA device `ordinal`; None for a device without a description."""
     return choose_on([problem], ordinal, wishes)[0]
 
@@ -203,7 +203,8 @@ def choose_on(
         return [None] * len(problems)
     choices = choose_many(problems, device, wishes)
     try:
-        model = current_predictor().models.get(device.key)
+        predictor = current_predictor(operation_of(problems[0]).name)
+        model = predictor.models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
             for it in model.card.changes(**now):

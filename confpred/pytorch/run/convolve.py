@@ -6,22 +6,22 @@ The launch for tensors of some sizes is of a candidate that was chosen when a gr
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from confpred.errors import InvalidProblem
-from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.predict.choice import Choice
+from confpred.launch.assignment import MOST_READ, Assignment, text_of
+from confpred.problem.activation import activated
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
-from confpred.pytorch.run import choosing, library, loading
+from confpred.pytorch.run import library, loading
 from confpred.pytorch.run.choosing import ANY, Wishes, kept
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import (
@@ -32,20 +32,12 @@ from confpred.pytorch.run.loading import (
     dense,
     is_channels_last,
 )
-from confpred.pytorch.run.pointwise import activate, apply_epilogue
+from confpred.pytorch.run.pointwise import apply_epilogue
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
 Mask = tuple[bool, bool, bool]  # which gradients of x, weight and bias are asked for
 Grads = tuple["Tensor | None", ...]  # of x, weight and bias
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A candidate that was chosen when a graph was captured, for an input of shape `image`."""
-
-    image: tuple[int, ...]
-    candidate: Candidate = PYTORCH_OPERATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +47,15 @@ class Call:
     Attributes:
         geometry: stride, padding, dilation, groups.
         mask: of the backward pass.
-        hints: of the forward pass, or of the gradients of x and of weight; launched where the sizes
-            are those that they were chosen for.
+        hints: what was assigned when a graph was captured, to the forward pass, or to the gradients
+            of x and of weight; launched where the problem is the same.
         wishes: for choices made now.
     """
 
     geometry: Geometry
     activation: str = "none"
     mask: Mask = (False, False, False)
-    hints: tuple[Hint | None, ...] = (None, None)
+    hints: tuple[Assignment | None, ...] = (None, None)
     wishes: Wishes = ANY
 
     @property
@@ -73,30 +65,21 @@ class Call:
         return stride, padding, dilation, False, (0, 0), groups
 
     def text(self) -> str:
-        """Return this call as JSON; `read` is the way back."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        """Return this call as one text; `read` is the way back."""
+        hints = [hint and hint.to_json() for hint in self.hints]
+        limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
+        return text_of([self.geometry, self.activation, self.mask, hints, limits, max_regret])
 
     @staticmethod
+    @lru_cache(MOST_READ)
     def read(text: str) -> Call:
         """Return the call whose `text` this is."""
-
-        def find() -> Call:
-            fields = json.loads(text)
-            wishes, hints = fields.pop("wishes"), fields.pop("hints")
-            return Call(
-                **{name: _tuples(value) for name, value in fields.items()},
-                hints=tuple(
-                    h and Hint(_tuples(h["image"]), Candidate(**h["candidate"])) for h in hints
-                ),
-                wishes=Wishes(Limits(**wishes["limits"]), wishes["max_regret"]),
-            )
-
-        return kept(("call", text), find)
-
-
-def _tuples(value: Any) -> Any:
-    """Return `value` of JSON with its lists as tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+        (*pairs, groups), activation, mask, hints, limits, max_regret = json.loads(text)
+        return Call(
+            (*map(tuple, pairs), groups), activation, tuple(mask),
+            tuple(hint and Assignment.from_json(hint) for hint in hints),
+            Wishes(Limits(*limits), max_regret),
+        )  # fmt: skip
 
 
 def problem_of(
@@ -147,11 +130,11 @@ def forward(
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
-        return activate(call.activation, out if residual is None else out + residual)
+        return activated(call.activation, out if residual is None else out + residual)
     out = torch.convolution(x, weight, None, *call.arguments)
     if residual is None or (residual.shape == out.shape and residual.dtype is out.dtype):
         return apply_epilogue(out, bias, residual, call.activation)
-    return activate(call.activation, apply_epilogue(out, bias, None, "none") + residual)
+    return activated(call.activation, apply_epilogue(out, bias, None, "none") + residual)
 
 
 def forward_launch(
@@ -165,9 +148,9 @@ def forward_launch(
     has_bias, has_residual = bias is not None, residual is not None
     fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
     ready: ReadyLaunch | FusedOperator | None
-    ready = _find("fprop", x, weight, call, fields, call.hints[0])
+    ready = _find("fprop", x, weight, call, fields)
     if ready is not None and residual is not None:
-        p: Any = ready.choice.problem
+        p: Any = ready.assignment.problem
         if residual.shape != (p.n, p.k, p.p, p.q):
             return None  # one that is broadcast
     return ready
@@ -214,19 +197,20 @@ def backward_launches(
     run_x = run_weight = None
     if alike(x, weight) and is_channels_last(x):
         if call.mask[0]:
-            run_x = _find("dgrad", x, weight, call, {}, call.hints[0])
+            run_x = _find("dgrad", x, weight, call, {})
         if call.mask[1]:
             bias = call.mask[2] and sums_bias(call.geometry[3])
             fields = {"bias": bias, "deterministic": is_deterministic()}
-            run_weight = _find("wgrad", x, weight, call, fields, call.hints[1])
+            run_weight = _find("wgrad", x, weight, call, fields)
     return run_x, run_weight
 
 
 def _find(
-    direction: str, x: Tensor, weight: Tensor, call: Call, fields: dict[str, Any], hint: Hint | None
-) -> Any:
-    """Return the launch for these sizes on `x`'s device; None for PyTorch's operator."""
+    direction: str, x: Tensor, weight: Tensor, call: Call, fields: dict[str, Any]
+) -> Any:  # fmt: skip
+    """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution."""
     dtype, ordinal, geometry, wishes = x.dtype, x.get_device(), call.geometry, call.wishes
+    hint = call.hints[direction == "wgrad"]
     switches = (
         dtype is torch.float32 and not convolutions_allow_tf32(), torch.backends.cudnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
@@ -240,15 +224,10 @@ def _find(
         problem = problem_of(direction, x.shape, weight.shape, dtype, geometry, **fields)
         if problem is None:
             return None
-        # A plan or kernel that was chosen under other switches may not be legal under these.
-        is_bound = direction == "wgrad" and problem.deterministic
-        is_bound &= hint is not None and hint.candidate != PYTORCH_OPERATOR
-        if hint is not None and hint.image == x.shape and not is_bound:
-            choice: Choice | None = Choice(problem, "", "pinned", hint.candidate)
-        else:
-            choice = choosing.choose(problem, ordinal, wishes)
-        if choice is None or not choosing.is_ours(choice):
-            return FusedOperator.of(problem)
-        return loading.load(choice, ordinal, wishes.limits)
+        if hint is not None and hint.problem == problem:
+            ready = loading.load(hint, ordinal, wishes.limits)
+        else:  # a kernel that was chosen for other sizes or switches may not be legal
+            ready = loading.choose_and_load(problem, ordinal, wishes)
+        return ready or FusedOperator.of(problem)
 
     return kept(key, find)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from confpred.cuda.driver import launch_with
 from confpred.errors import ConfpredError
+from confpred.launch.kernels import loaded
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.run.loading import CHANNELS_LAST, in_context, loaded
+from confpred.pytorch.run.loading import CHANNELS_LAST, in_context
 
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.
@@ -138,7 +139,7 @@ def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]
         blocks = max(blocks, min(_MOST_BLOCKS, -(-len(mean) // _WARPS)))
     ordinal = out[0].get_device()
     with torch.cuda.device(ordinal):
-        kernel = loaded(KERNEL, 0, ordinal)
+        kernel = loaded(KERNEL, ordinal)
         grid = (blocks, len(layers), 1)
         in_context(ordinal, lambda stream: launch_with(kernel, grid, _THREADS, stream, argument))
 

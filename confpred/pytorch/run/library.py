@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.families.protocol import PYTORCH_OPERATOR
-from confpred.predict.choice import Choice
+from confpred.launch.assignment import Assignment
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.run.pointwise import apply_epilogue
 
@@ -57,10 +56,10 @@ def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
 
 
 class FusedOperator:
-    """One operator of PyTorch's for a problem that `fuses`; `choice` is PyTorch's operator."""
+    """One operator of PyTorch's for a problem that `fuses`."""
 
     def __init__(self, problem: Problem) -> None:
-        self.choice = Choice(problem, "", "pinned", PYTORCH_OPERATOR)
+        self.assignment = Assignment(problem)
 
     @staticmethod
     def of(problem: Problem) -> FusedOperator | None:
@@ -72,7 +71,7 @@ class FusedOperator:
 
     def run(self, x: Any, weight: Any, bias: Any, residual: Any = None) -> tuple[Tensor]:
         """Compute the problem of tensors that are channels last; see `ReadyLaunch.run`."""
-        p: Any = self.choice.problem
+        p: Any = self.assignment.problem
         if p.activation == "none":
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
             out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k)

@@ -1,13 +1,9 @@
-"""From a choice to a launch: compiled in threads, loaded, ready for tensors of one shape."""
+"""From an assignment to a launch: compiled, loaded, ready for tensors of one shape."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,26 +11,25 @@ import torch
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled, compile_kernel
-from confpred.cuda.driver import BoundLaunch, NoContext
-from confpred.cudnn.plans import Plans
+from confpred.cuda.driver import NoContext
 from confpred.errors import CompileError, LaunchError, MissingExtra
-from confpred.families.registry import all_families, operation_of
+from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.families.registry import operation_of
+from confpred.launch.assignment import Assignment
+from confpred.launch.kernels import compile_soon
+from confpred.launch.runner import Loader, Runner, workspaces
 from confpred.predict.choice import MAX_TOP, Choice
-from confpred.problem.conv2d import Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
-from confpred.products.run import Program, by_driver
-from confpred.pytorch.run.choosing import current_predictor, is_ours, kept, limits_for, warn_once
+from confpred.problem.operation import ZEROED
+from confpred.problem.record import Record
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.choosing import ANY, Wishes, is_ours, kept, limits_for, warn_once
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
 NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
-#: From the operands' names to what enqueues a launch, given a stream's handle and the addresses of
-#: the operands.
-Bind = Callable[[Sequence[str]], Callable[[int, Sequence[int]], None]]
 #: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
 #: A PyTorch without CUDA lacks the function, and never calls it here.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
@@ -43,71 +38,30 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 _empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Return threads that compile; each starts when it is first needed."""
-    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "confpred-compiler")
-
-
-@cache
-def submit(spec: KernelSpec, arch: str) -> Future[Compiled]:
-    """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
-    return _threads().submit(compile_kernel, spec, arch)
-
-
-@cache
-def loaded(spec: KernelSpec, smem_bytes: int, ordinal: int) -> Any:
-    """Return `spec` in the context of CUDA device `ordinal`, compiled now if need be, also while a
-    CUDA graph is captured; all launches of a kernel share it. Raises what `ready_launch` does, and
-    `UnknownDevice`."""
-    compiled = submit(spec, driver.device_of(ordinal).arch).result()
-    with torch.cuda.device(ordinal):
-        driver.make_current(ordinal)
-        with driver.outside_capture():
-            return driver.load(compiled, smem_bytes).kernel
-
-
-def in_context(ordinal: int, launch: Callable[[int], Any]) -> None:
-    """Call `launch` with the current stream of CUDA device `ordinal`; again where this thread had
-    not used the device yet, as the one of a backward pass."""
+def in_context(ordinal: int, launch: Callable[..., Any], *operands: Any) -> None:
+    """Call `launch` with the current stream of CUDA device `ordinal` and `operands`; again where
+    this thread had not used the device yet, as the one of a backward pass."""
     try:
-        launch(current_stream(ordinal))
+        launch(current_stream(ordinal), *operands)
     except NoContext:
         driver.make_current(ordinal)
-        launch(current_stream(ordinal))
-
-
-def _reset_after_fork() -> None:
-    """Forget threads and kernels, which a child process does not have."""
-    for found in (_threads, submit, loaded):
-        found.cache_clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+        launch(current_stream(ordinal), *operands)
 
 
 class ReadyLaunch:
-    """A launch of `choice`, compiled and loaded."""
+    """The runner of an assignment, on PyTorch's tensors."""
 
-    __slots__ = ("_enqueue", "_ordinal", "_outputs", "_workspaces", "choice")
+    __slots__ = ("_enqueue", "_ordinal", "_outputs", "_takes_tensors", "_workspaces", "assignment")
 
-    def __init__(self, choice: Choice, launch: Launch, bind: Bind | Program, ordinal: int) -> None:
-        """Bind a launch, or take a program, which is called with the operands by name."""
-        self.choice, self._ordinal = choice, ordinal
-        problem: Any = choice.problem
-        operands = operation_of(problem).operands(problem)  # outputs first
+    def __init__(self, assignment: Assignment, runner: Runner, ordinal: int) -> None:
+        self.assignment, self._ordinal = assignment, ordinal
+        self._enqueue, self._takes_tensors = runner.enqueue, runner.takes_tensors
+        operands = operation_of(assignment.problem).operands(assignment.problem)  # outputs first
         self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
-        spaces: list[tuple[str, int, Callable[..., Tensor]]] = [
-            (ZEROED, launch.zeroed_bytes, torch.zeros), (SCRATCH, launch.scratch_bytes, torch.empty)
-        ]  # fmt: skip
-        self._workspaces = [space for space in spaces if space[1]]
-        names = [*(o.name for o in operands), *(name for name, *_ in self._workspaces)]
-        self._enqueue: Callable[[Sequence[Tensor], int], None]
-        if isinstance(bind, Program):
-            self._enqueue = lambda tensors, _: bind(dict(zip(names, tensors, strict=True)))
-        else:
-            enqueue = bind(names)
-            self._enqueue = lambda tensors, s: enqueue(s, [t.data_ptr() for t in tensors])
+        self._workspaces = [
+            (size, torch.zeros if name == ZEROED else torch.empty)
+            for name, size in workspaces(runner.launch).items()
+        ]
 
     def run(self, *inputs: Tensor | None, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
         """Enqueue the launch on the current stream of its device, and return the outputs.
@@ -130,8 +84,10 @@ class ReadyLaunch:
             into[place] if place in into else _empty(*output)
             for place, output in enumerate(self._outputs)
         ]
-        spaces = [make(n, dtype=torch.uint8, device=device) for _, n, make in self._workspaces]
-        in_context(ordinal, partial(self._enqueue, [*made, *given, *spaces]))
+        spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
+        tensors: list[Any] = [*made, *given, *spaces]
+        operands = tensors if self._takes_tensors else [t.data_ptr() for t in tensors]
+        in_context(ordinal, self._enqueue, operands)
         return made
 
 
@@ -167,109 +123,85 @@ def _layout(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(t.shape), t.stride()
 
 
-def load(choice: Choice, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
-    """Return the launch of `choice` on CUDA device `ordinal`, compiled now if need be; None where
-    the driver or the compiler refuses it, which is logged.
+def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
+    """Return the launch of `assignment`, whatever it needs, on CUDA device `ordinal`; raises
+    `CompileError`, `LaunchError` or `MissingExtra` where a kernel or a plan cannot be had."""
+    problem = assignment.problem
+    with torch.cuda.device(ordinal):
+        runner = Loader(operation_of(problem), problem, ordinal).runner(assignment.launch)
+    return ReadyLaunch(assignment, runner, ordinal)
 
-    For a library's plan it is the first in the ranking, from `choice` on, that the library builds
-    and that needs no more memory than `limits` allow.
+
+def choose_and_load(problem: Record, ordinal: int, wishes: Wishes = ANY) -> ReadyLaunch | None:
+    """Return the launch that is chosen for `problem` now; None for PyTorch's operator."""
+    choice = choosing.choose(problem, ordinal, wishes)
+    if choice is None or not is_ours(choice):
+        return None
+    return load(Assignment.of(choice), ordinal, wishes.limits)
+
+
+def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
+    """Return the launch of `assignment` on CUDA device `ordinal`, compiled now if need be; None
+    where the driver or the compiler refuses it, which is logged.
+
+    For a library's plan it is the first in the ranking, from the assigned one on, that the library
+    builds and that needs no more memory than `limits` allow: only the library knows which plans it
+    has for a problem. None for PyTorch's operator, too.
     """
-    limits = limits_for(choice.problem, limits)
+    limits = limits_for(assignment.problem, limits)
 
     def find() -> ReadyLaunch | None:
-        launch = _launch_of(choice)
-        if launch.plan is not None and isinstance(choice.problem, Problem):
-            return _load_plan(choice, choice.problem, ordinal, limits)
-        return _load_kernels(choice, launch, ordinal, limits)
-
-    return kept(("launch", choice.problem, choice.candidate, ordinal, limits), find)
-
-
-def _load_kernels(
-    choice: Choice, launch: Launch, ordinal: int, limits: Limits
-) -> ReadyLaunch | None:
-    if not limits.allow(choice.problem, launch):  # they are others since it was chosen
-        return None
-    try:
-        return ready_launch(choice, launch, ordinal)
-    except (CompileError, LaunchError, MissingExtra) as error:
-        log.warning("falling back to PyTorch for %s: %s", choice.problem, error)
-        return None
-
-
-def ready_launch(choice: Choice, launch: Launch, ordinal: int) -> ReadyLaunch:
-    """Return `launch`, of kernels and perhaps of products between them, on CUDA device `ordinal`;
-    raises `CompileError`, `LaunchError` or `MissingExtra` where a kernel cannot be had."""
-    for kernel in launch.kernels:
-        submit(kernel, driver.device_of(ordinal).arch)  # side by side
-
-    def load_step(step: Step) -> Any:
-        return loaded(step.kernel, step.smem_bytes, ordinal)
-
-    if launch.program:
-        program = Program(launch, lambda step: by_driver(step, load_step(step)))
-        return ReadyLaunch(choice, launch, program, ordinal)
-    kernels = [load_step(step) for step in launch.steps]
-    return ReadyLaunch(choice, launch, lambda n: BoundLaunch(kernels, launch, n).enqueue, ordinal)
-
-
-def _load_plan(
-    choice: Choice, problem: Problem, ordinal: int, limits: Limits
-) -> ReadyLaunch | None:
-    """Load the first plan in the ranking, from `choice` on, that the library builds; only the
-    library knows which ones it has for a problem."""
-    try:
+        if assignment.candidate == PYTORCH_OPERATOR:
+            return None
         with torch.cuda.device(ordinal):
-            plans = Plans(problem, ordinal)
-    except (LaunchError, MissingExtra) as error:
-        warn_once(f"falling back to PyTorch: {error}")
-        return None
-    for found in _from_on(choice, ordinal, limits):
-        if not is_ours(found):
-            break
-        launch = _launch_of(found)
-        if launch.plan is None:
-            return _load_kernels(found, launch, ordinal, limits)
-        if not limits.allow(problem, launch):
-            continue
-        try:
-            with torch.cuda.device(ordinal):
-                built = plans.build(launch.plan)
-        except LaunchError as error:
-            if not plans.is_of_this_release(launch.plan):
-                warn_once(f"falling back to PyTorch: {error}")
+            return _first_that_loads(assignment, ordinal, limits)
+
+    return kept(("launch", assignment, ordinal, limits), find)
+
+
+def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
+    problem = assignment.problem
+    loader = Loader(operation_of(problem), problem, ordinal)
+    for each in _from_on(assignment, ordinal, limits):
+        launch = each.launch
+        if limits.allow(problem, launch):  # they may be others since it was chosen
+            try:
+                runner = loader.runner(launch)
+            except (CompileError, LaunchError, MissingExtra) as error:
+                if loader.may_build_others(launch):
+                    log.debug("%s: %s", problem, error)
+                    continue
+                if launch.plan is None:
+                    log.warning("falling back to PyTorch for %s: %s", problem, error)
+                else:  # a reason that holds for every problem
+                    warn_once(f"falling back to PyTorch: {error}")
                 return None
-            log.debug("%s: %s", problem, error)
-            continue
-        launch = replace(launch, scratch_bytes=built.workspace_bytes)
-        if not limits.allow(problem, launch):
-            log.debug("%s: the plan needs %d bytes", problem, built.workspace_bytes)
-            continue
-        return ReadyLaunch(found, launch, built.bind, ordinal)
+            if limits.allow(problem, runner.launch):
+                return ReadyLaunch(each, runner, ordinal)
+            log.debug("%s: the plan needs %d bytes", problem, runner.launch.scratch_bytes)
+        if launch.plan is None:
+            return None
     log.info("falling back to PyTorch for %s: cuDNN builds none of the chosen plans", problem)
     return None
 
 
-def _from_on(choice: Choice, ordinal: int, limits: Limits) -> Iterator[Choice]:
-    """Yield `choice` and those ranked after it; the others are ranked once they are needed."""
-    yield choice
-    predictor, device = current_predictor().within(limits), driver.device_of(ordinal)
-    for other in predictor.rank(choice.problem, device, MAX_TOP):
-        if other.candidate != choice.candidate:
-            yield replace(choice, candidate=other.candidate, predicted_ms=other.predicted_ms)
+def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
+    """Yield `assignment` and those ranked after it, up to PyTorch's operator; they are ranked once
+    they are needed."""
+    yield assignment
+    predictor, device = choosing.current_predictor().within(limits), driver.device_of(ordinal)
+    for other in predictor.rank(assignment.problem, device, MAX_TOP):
+        if other.candidate == PYTORCH_OPERATOR:
+            break
+        if other.candidate != assignment.candidate:
+            yield Assignment.of(other)
 
 
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
     """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; one
     that cannot be had is left to the call that needs it."""
-    ours = [choice for choice in choices if is_ours(choice)]
-    for choice in ours:
-        for kernel in _launch_of(choice).kernels:
-            submit(kernel, driver.device_of(ordinal).arch)
-    for choice in ours:
-        load(choice, ordinal, limits)
-
-
-def _launch_of(choice: Choice) -> Launch:
-    candidate = choice.candidate
-    return all_families()[candidate.provider].launch(choice.problem, candidate.config_id)
+    ours = [Assignment.of(choice) for choice in choices if is_ours(choice)]
+    for assignment in ours:
+        compile_soon(assignment.launch, ordinal)
+    for assignment in ours:
+        load(assignment, ordinal, limits)

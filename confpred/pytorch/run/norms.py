@@ -10,62 +10,24 @@ takes, computes the same by PyTorch's operators.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from confpred.errors import InvalidProblem
-from confpred.families.protocol import Candidate
-from confpred.predict.choice import Choice
+from confpred.launch.assignment import Assignment
+from confpred.problem.activation import activated, argument_grad
 from confpred.problem.norm import BatchNorm
 from confpred.pytorch.run import loading
-from confpred.pytorch.run.activations import OPERATORS
 from confpred.pytorch.run.choosing import kept
 from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
-from confpred.pytorch.run.pointwise import activate
 
 aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default
 _FROZEN = aten._native_batch_norm_legit_no_training.default
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
-
-
-@dataclass(frozen=True, slots=True)
-class NormCall:
-    """Arguments of a batch norm that are no tensors.
-
-    Attributes:
-        activation: after the norm and the residual.
-        frozen: it normalises by the running statistics, which stay as they are.
-        image: shape of the input that the candidates were chosen for.
-        forward, backward: the chosen candidates of each direction.
-    """
-
-    activation: str
-    frozen: bool
-    image: tuple[int, ...]
-    forward: Candidate
-    backward: Candidate
-
-    def text(self) -> str:
-        """Return this call as JSON; `read` is the way back."""
-        both = [[c.provider, c.config_id] for c in (self.forward, self.backward)]
-        facts = [self.activation, self.frozen, self.image, *both]
-        return json.dumps(facts, separators=(",", ":"))
-
-    @staticmethod
-    def read(text: str) -> NormCall:
-        """Return the call whose `text` this is."""
-
-        def find() -> NormCall:
-            activation, frozen, image, *both = json.loads(text)
-            return NormCall(activation, frozen, tuple(image), *(Candidate(*each) for each in both))
-
-        return kept(("norm", text), find)
 
 
 def problem_of(
@@ -89,33 +51,27 @@ def problem_of(
 
 
 def _launch(
-    x: Tensor, others: Sequence[Tensor | None], vectors: Sequence[Tensor | None], call: NormCall,
-    direction: str, *, residual: bool,
-) -> ReadyLaunch | None:  # fmt: skip
-    """Return the launch for these tensors; None for PyTorch's operators."""
-    ordinal, images = x.get_device(), [x, *(t for t in others if t is not None)]
-    if not x.is_cuda or x.dtype not in DTYPES or x.shape != call.image:
-        return None
-    if any(t.shape != x.shape or t.dtype is not x.dtype or t.device != x.device for t in images):
-        return None
+    images: Sequence[Tensor | None], vectors: Sequence[Tensor | None], text: str
+) -> tuple[Any, ReadyLaunch | None]:
+    """Return the problem that was assigned, and the launch for these tensors; None for PyTorch's
+    operators."""
+    assigned = Assignment.read(text)
+    p: Any = assigned.problem
+    given = [t for t in images if t is not None]
+    x, dtype, shape = given[0], getattr(torch, p.dtype), (p.n, p.c, p.h, p.w)
+    if len(given) != 1 + p.residual + p.is_backward or (vectors[0] is not None) is not p.affine:
+        return p, None
+    if not x.is_cuda or any(
+        t.shape != shape or t.dtype is not dtype or t.device != x.device for t in given
+    ):
+        return p, None
     if not all(
         t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.device == x.device)
         for t in vectors
     ):
-        return None
-
-    def find() -> ReadyLaunch | None:
-        affine = vectors[0] is not None
-        problem = problem_of(
-            x.shape, x.dtype, direction, call.activation,
-            residual=residual, affine=affine, frozen=call.frozen,
-        )  # fmt: skip
-        candidate = call.forward if direction == "forward" else call.backward
-        if problem is None:
-            return None
-        return loading.load(Choice(problem, "", "pinned", candidate), ordinal)
-
-    return kept((direction, x.dtype, ordinal, residual, vectors[0] is None, call), find)
+        return p, None
+    ordinal = x.get_device()
+    return p, kept(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
 
 
 def forward(
@@ -128,12 +84,11 @@ def forward(
     to `running_mean` and `running_var` where it is `in_place`. All but the first are empty for a
     frozen one. `numbers` are `eps` and `momentum` where kernels read them: the graph makes them, as
     memory that outlives it would be in the pool of its CUDA graph."""
-    call = NormCall.read(text)
     vectors = (weight, bias, running_mean, running_var)
-    ready = _launch(x, [residual], vectors, call, "forward", residual=residual is not None)
+    p, ready = _launch([x, residual], vectors, text)
     if ready is not None:
         images = [None if t is None else dense(t) for t in (x, residual)]
-        homes = {} if call.frozen else {3: running_mean, 4: running_var}
+        homes = {} if p.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
         found = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
         if direct:
@@ -142,10 +97,10 @@ def forward(
     else:
         given = (x, weight, bias, running_mean, running_var)
         out, *others = (
-            _FROZEN(*given, momentum, eps) if call.frozen else _NORM(*given, True, momentum, eps)
+            _FROZEN(*given, momentum, eps) if p.frozen else _NORM(*given, True, momentum, eps)
         )
-        out = activate(call.activation, out if residual is None else out + residual)
-    if call.frozen:
+        out = activated(p.activation, out if residual is None else out + residual)
+    if p.frozen:
         return out, *(running_mean.new_empty(0) for _ in range(4))
     mean, invstd, new_mean, new_var = others
     if in_place:
@@ -161,11 +116,8 @@ def backward(
     """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
     one that is not there. A frozen one takes the running statistics for `mean` and `invstd`, and
     `eps` in `numbers` too."""
-    call = NormCall.read(text)
     vectors = (weight, bias, mean, invstd)
-    ready = _launch(
-        x, [out_grad, residual], vectors, call, "backward", residual=residual is not None
-    )
+    p, ready = _launch([out_grad, x, residual], vectors, text)
     empty = x.new_empty(0)
     if ready is not None:
         images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
@@ -175,24 +127,24 @@ def backward(
         grads = (empty, empty) if weight is None else (next(found), next(found))
         return in_grad, *grads, residual_grad
     grad = out_grad
-    if call.activation != "none":
+    if p.activation != "none":
         sides = (1, -1, 1, 1)
         one = torch.ones_like(mean) if weight is None else weight
         zero = torch.zeros_like(mean) if bias is None else bias
-        scale = (torch.rsqrt(invstd + eps) if call.frozen else invstd) * one
+        scale = (torch.rsqrt(invstd + eps) if p.frozen else invstd) * one
         argument = x.float() * scale.view(sides) + (zero - mean * scale).view(sides)
         argument = (argument if residual is None else argument + residual).to(x.dtype)
-        row = OPERATORS[call.activation]
-        grad = row.gradient(out_grad, argument, *row.gradient_arguments)
+        grad = argument_grad(p.activation, out_grad, argument)
     mask = [True, weight is not None, bias is not None]
-    running = (mean, invstd) if call.frozen else (None, None)
-    each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not call.frozen, eps, mask)
+    running = (mean, invstd) if p.frozen else (None, None)
+    each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not p.frozen, eps, mask)
     in_grad, *others = (empty if t is None else t for t in each)
     return dense(in_grad), *others, empty if residual is None else dense(grad)
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    size = 0 if NormCall.read(others[-1]).frozen else x.shape[1]
+    p: Any = Assignment.read(others[-1]).problem
+    size = 0 if p.frozen else x.shape[1]
     vector = x.new_empty(size, dtype=torch.float32)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     return out, *(torch.empty_like(vector) for _ in range(4))

@@ -9,17 +9,16 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.cuda import driver
-from confpred.cuda.driver import BoundLaunch
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
-from confpred.problem.activation import ACTIVATIONS
+from confpred.launch.kernels import Enqueue, bound
+from confpred.problem.activation import ACTIVATIONS, activated
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.choosing import kept
-from confpred.pytorch.run.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context, loaded
+from confpred.pytorch.run.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +30,6 @@ def activation_named(name: str | None) -> str:
     if name not in ACTIVATIONS:
         raise InvalidInput("activation", name, f"None or one of {', '.join(ACTIVATIONS)}")
     return name
-
-
-def activate(name: str, x: Tensor) -> Tensor:
-    """Return `x` after one of `confpred.problem.conv2d.ACTIVATIONS`, by PyTorch's function."""
-    if name == "none":
-        return x
-    activated: Tensor = getattr(F, name)(x)  # confpred's names are PyTorch's
-    return activated
 
 
 def apply_epilogue(
@@ -87,7 +78,7 @@ def scale_shift(
         wide = x.float() * scale.view(-1, *sides) + shift.view(-1, *sides)
         if residual is not None:
             wide = wide + residual.float()
-        return activate(activation, wide).to(x.dtype)
+        return activated(activation, wide).to(x.dtype)
 
 
 def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
@@ -121,20 +112,20 @@ def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
     """Launch `kernel` on the current stream; return False where it cannot be had."""
     ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
 
-    def bind() -> BoundLaunch | None:
+    def bind() -> Enqueue | None:
         try:
             names, sm_count = ("out", *inputs), driver.device_of(ordinal).sm_count
             launch = epilogue_launch(kernel, rows, channels, sm_count, names)
-            return BoundLaunch([loaded(kernel, 0, ordinal)], launch, names)
+            return bound(launch, names, ordinal)
         except ConfpredError as error:  # such as a compiler that is not installed: worth a look
             level = logging.DEBUG if isinstance(error, UnknownDevice) else logging.WARNING
             log.log(level, "falling back to PyTorch for %s: %s", kernel.entry, error)
         return None
 
     with torch.cuda.device(ordinal):
-        bound = kept(("pointwise", kernel, rows, channels, ordinal), bind)
-        if bound is None:
+        enqueue = kept(("pointwise", kernel, rows, channels, ordinal), bind)
+        if enqueue is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]
-        in_context(ordinal, lambda stream: bound.enqueue(stream, addresses))
+        in_context(ordinal, enqueue, addresses)
     return True

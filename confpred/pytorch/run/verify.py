@@ -18,6 +18,7 @@ import torch
 from confpred.cuda import driver
 from confpred.errors import ConfpredError
 from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.launch.assignment import Assignment
 from confpred.measure.pytorch import as_the_library_calls, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
@@ -61,9 +62,10 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
         (tensors,) = operands(CONVOLUTION, problem, 1)
         given = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
         for choice in ours:
-            ready = load(choice, ordinal, wishes.limits)
+            ready = load(Assignment.of(choice), ordinal, wishes.limits)
             if ready is not None:
-                calls[ready.choice] = partial(ready.run, *given)
+                launched = replace(choice, candidate=ready.assignment.candidate)
+                calls[launched] = partial(ready.run, *given)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
         if fused is None:

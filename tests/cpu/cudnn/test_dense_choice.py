@@ -18,6 +18,8 @@ from confpred.cudnn.family import FAMILY
 from confpred.data.parquet import schema
 from confpred.errors import LaunchError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.launch import runner
+from confpred.launch.assignment import Assignment
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
@@ -87,7 +89,7 @@ def on_gpu(dense: Predictor, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[R
     plans = type("Plans", (Refusing,), {})
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: DEVICE)
     monkeypatch.setattr(choosing.torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(loading, "Plans", plans)
+    monkeypatch.setattr(runner, "Plans", plans)
     monkeypatch.setattr(choosing, "_predictors", {})
     choosing.use_predictor(dense)
     yield plans
@@ -110,13 +112,13 @@ def test_the_next_plan_serves_where_the_first_is_not_offered(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     assert choice.candidate == ranking[0]
-    ready = loading.load(choice, 0)
-    assert ready is loading.load(choice, 0)  # not built again
+    ready = loading.load(Assignment.of(choice), 0)
+    assert ready is loading.load(Assignment.of(choice), 0)  # not built again
     assert ready is not None
-    assert ready.choice.candidate == ranking[3]
+    assert ready.assignment.candidate == ranking[3]
     on_gpu.row = None
     choosing.forget()
-    assert loading.load(choice, 0) is None  # PyTorch's own operator
+    assert loading.load(Assignment.of(choice), 0) is None  # PyTorch's own operator
 
 
 def test_plans_of_another_cudnn_are_not_tried(
@@ -126,8 +128,8 @@ def test_plans_of_another_cudnn_are_not_tried(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     with caplog.at_level(logging.WARNING):
-        assert loading.load(choice, 0) is None
-        assert loading.load(choice, 0) is None
+        assert loading.load(Assignment.of(choice), 0) is None
+        assert loading.load(Assignment.of(choice), 0) is None
     assert len(caplog.records) == 1
 
 
@@ -137,8 +139,8 @@ def test_a_limit_of_the_workspace_holds_for_what_a_plan_turns_out_to_need(
     choice = choosing.choose(NEW, 0)
     assert choice is not None
     on_gpu.row, on_gpu.workspace_bytes = choice.candidate.config_id, 2**20
-    assert loading.load(choice, 0, Limits(workspace_bytes=2**20)) is not None
-    assert loading.load(choice, 0, Limits(workspace_bytes=2**20 - 1)) is None
+    assert loading.load(Assignment.of(choice), 0, Limits(workspace_bytes=2**20)) is not None
+    assert loading.load(Assignment.of(choice), 0, Limits(workspace_bytes=2**20 - 1)) is None
 
 
 def test_tf32_is_asked_for_only_where_pytorch_allows_it(on_gpu: type[Refusing]) -> None:

@@ -16,9 +16,9 @@ from ptx.launch import run_kernel
 from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 from ptxas import ARCHS, resources
-from references import ABSOLUTE, ROUNDING
 from torch import Tensor
 
+from confpred.measure.kernels import ABSOLUTE, ROUNDING
 from confpred.problem.operation import Step
 from confpred.pytorch.run import fold as folding
 

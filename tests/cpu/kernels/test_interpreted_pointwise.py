@@ -15,11 +15,11 @@ from ptx.launch import run_step
 from ptx.memory import DeviceMemory, Operand
 from ptx.text import PtxError
 from ptxas import ARCHS, resources
-from references import ABSOLUTE, ROUNDING
 from slow import slow_but
 from torch import Tensor
 
 from confpred.cuda.epilogue import epilogue_kernel, epilogue_launch
+from confpred.measure.kernels import ABSOLUTE, ROUNDING
 from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv2d import DTYPES
 from confpred.problem.operation import Launch

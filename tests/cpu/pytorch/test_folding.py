@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from confpred.families.protocol import Candidate
+from confpred.launch.assignment import Assignment
+from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
 from confpred.pytorch.run.choosing import Wishes
-from confpred.pytorch.run.convolve import Call, Hint
+from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.fold import fold
 
 LAST = torch.channels_last
@@ -129,8 +134,11 @@ def test_what_float16_cannot_hold_is_not_folded(captured, network, is_folded, in
 
 def test_calls_are_written_and_read() -> None:
     wishes = Wishes(Limits(workspace_bytes=5, tf32=False), 1.5)
-    call = Call(GEOMETRY, "relu", (True, False, True), (Hint((1, 2, 3, 4)), None), wishes)
+    problem = Problem(1, 8, 3, 4, 16, 1, 1, stride=(2, 1), padding=(1, 0), groups=2)
+    hints = (Assignment(problem, Candidate("cudnn", 3)), Assignment(replace(problem, n=2)))
+    call = Call(GEOMETRY, "relu", (True, False, True), hints, wishes)
     assert Call.read(call.text()) == call
+    assert pickle.loads(pickle.dumps(hints[0])) == hints[0]  # noqa: S301
     assert Call.read(Call(GEOMETRY).text()) == Call(GEOMETRY)
 
 

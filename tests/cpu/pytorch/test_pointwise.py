@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.run.pointwise import activate, apply_epilogue, can_apply, scale_shift
+from confpred.problem.activation import ACTIVATIONS
+from confpred.problem.activation import activated as own
+from confpred.pytorch.run.pointwise import apply_epilogue, can_apply, scale_shift
 
 LAYOUTS = [torch.channels_last, torch.contiguous_format]
 
@@ -55,7 +56,7 @@ def test_scale_and_shift_equal_pytorch(activation, with_residual, layout, dtype)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_pytorchs(activation) -> None:
     x = torch.linspace(-9, 9, 181)
-    assert torch.equal(activate(activation, x), activated(activation, x))
+    assert torch.equal(own(activation, x), activated(activation, x))
 
 
 def test_an_empty_tensor_stays_empty() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from confpred.cuda.driver import NoContext
 from confpred.families.protocol import Candidate
-from confpred.predict.choice import Choice
+from confpred.families.registry import operation_of
+from confpred.launch.assignment import Assignment
+from confpred.launch.runner import Runner, workspaces
 from confpred.problem.conv2d import Problem
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.operation import Launch
@@ -27,6 +30,7 @@ FPROP = Problem(2, 8, 7, 5, 8, 3, 3, bias=True, activation="relu", **FIELDS)
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(loading, "current_stream", lambda ordinal: 7)
     made = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     monkeypatch.setattr(loading, "_empty", made)
@@ -50,8 +54,11 @@ class Driver:
 
 
 def ready(problem: Any, driver: Any, launch: Launch | None = None) -> loading.ReadyLaunch:
-    choice = Choice(problem, "h100", "pinned", Candidate("any", 0))
-    return loading.ReadyLaunch(choice, launch or Launch(()), driver, 0)
+    launch = launch or Launch(())
+    operands = operation_of(problem).operands(problem)
+    names = (*(operand.name for operand in operands), *workspaces(launch))
+    runner = Runner(launch, names, driver(names))
+    return loading.ReadyLaunch(Assignment(problem, Candidate("any", 0)), runner, 0)
 
 
 def image() -> Tensor:
@@ -119,12 +126,11 @@ def test_workspaces_are_new_at_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_chain_of_products_is_computed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "device", lambda *_: "cpu")
     chain = LinearChain(4, 8, 16, 3, 3, dtype="float32", bias=True)
-    choice = Choice(chain, "h100", "pinned", Candidate("linear_epilogue", 0))
-    launch = epilogue.FAMILY.launch(chain, 0)
+    assignment = Assignment(chain, Candidate(epilogue.FAMILY.name, 0))
     weights = [torch.randn(16, 8), torch.randn(16, 16), torch.randn(3, 16)]
     biases = [torch.randn(w.shape[0]) * bias for w in weights]
     x = torch.randn(4, 8)
-    (found,) = loading.ready_launch(choice, launch, 0).run(x, *operands(weights, biases))
+    (found,) = loading.ready_launch(assignment, 0).run(x, *operands(weights, biases))
     for weight, b in zip(weights, biases, strict=True):
         x = torch.relu(torch.nn.functional.linear(x, weight, b))
     torch.testing.assert_close(found, x)

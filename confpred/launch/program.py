@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confpred.cuda.driver import BoundLaunch
+from confpred.launch.kernels import bound
 from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.precision import float32_sums, matmul_tf32
 
@@ -60,15 +60,11 @@ class Program:
                     part(typed)
 
 
-def by_driver(step: Step, kernel: Any) -> Bound:
-    """Return a function that launches `kernel`, which is loaded on the current CUDA device, as
-    `step` says.
-
-    It raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where the
-    driver refuses.
-    """
+def by_driver(step: Step, ordinal: int) -> Bound:
+    """Return a function that launches the kernel of `step` on CUDA device `ordinal`; raises what
+    `confpred.launch.kernels.loaded` does."""
     names = tuple(dict.fromkeys(step.operands))
-    enqueue = BoundLaunch([kernel], Launch((step,)), names).enqueue
+    enqueue = bound(Launch((step,)), names, ordinal)
 
     def run(operands: Operands) -> None:
         addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
