@@ -43,7 +43,7 @@ _NEW, _BATCHES, _BATCH, _KNOWN = 9, 1, 64, 50
 #: the first the memories of replies fill up.
 _GROWTH = 1.1
 #: Rows of an upload, seconds between two, and until the last one is checked.
-_ROWS, _UPLOAD_S, _CHECKED_S = 60, 1.0, 300.0
+_ROWS, _UPLOAD_S, _CHECKED_S = 60, 1.0, 600.0
 
 
 class _Client:
@@ -103,15 +103,19 @@ class _Uploader:
         time.sleep(_UPLOAD_S)
 
     def kept(self, exchange: Exchange) -> dict[str, int]:
-        """Return how much was acknowledged, and what of that is in the data at last."""
+        """Return the rows that were acknowledged, and what became of them at last."""
         until = time.perf_counter() + _CHECKED_S
-        while any(each.state == "received" for each in exchange.latest(10**6)):
-            if time.perf_counter() > until:
-                break
+        while (found := self._states(exchange))["received"] and time.perf_counter() < until:
             time.sleep(_SAMPLE_S)
-        parts = {part.stem: pq.read_metadata(part).num_rows for part in exchange.data()}
-        lost = [_ROWS - parts.get(f"part-{name}", 0) for name in self.ids]
-        return {"rows": _ROWS * len(self.ids), "rows_lost": sum(lost)}
+        rows = {f"rows_{state}": _ROWS * count for state, count in found.items()}
+        parts = {part.stem[5:]: pq.read_metadata(part).num_rows for part in exchange.data()}
+        inside = sum(parts.get(name, 0) for name in self.ids)
+        others = sum(count for state, count in found.items() if state != "admitted")
+        return {**rows, "rows_lost": _ROWS * (len(self.ids) - others) - inside}
+
+    def _states(self, exchange: Exchange) -> Counter[str]:
+        known = {each.id: each.state for each in exchange.latest(10**6)}
+        return Counter(known.get(name, "admitted") for name in self.ids)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_soak_disturbs_the_server_and_tells_what_that_cost(
     kinds = short_soak.Disturbance(reload_every=1, kill_every=2)
     with server("--workers", "2", "--exchange", str(exchange.folder)) as (port, pid):
         found = short_soak.soak(port, pid, 3, kinds, exchange)
-    assert found["uploads"]["rows"] >= 60
+    assert found["uploads"]["rows_admitted"] >= 60
     assert found["uploads"]["rows_lost"] == 0
     assert (found["reloads"], found["kills"], found["stops"]) == (2, 1, 0)
     assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
