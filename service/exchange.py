@@ -82,7 +82,7 @@ class Exchange:
             StorageError: it cannot be made or written to.
         """
         self.folder = folder
-        self._lock = threading.Lock()
+        self._lock, self._turns = threading.Lock(), dict[str, float]()  # by token, when it was due
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -173,9 +173,16 @@ class Exchange:
         return self.folder / room / f"part-{upload}.parquet"
 
     def due(self) -> Submission | None:
-        """Return the upload to check: of those that are due, the one that waits longest."""
-        which = "WHERE state = 'received' AND due <= ? ORDER BY max(due, received) LIMIT 1"
-        return next(iter(self._submissions(which, time.time())), None)
+        """Return the upload to check: of those that are due, the one that waits longest, of the
+        token whose turn is the longest ago."""
+        which = (
+            "WHERE state = 'received' AND due <= ? GROUP BY token ORDER BY min(max(due, received))"
+        )
+        found = self._submissions(which, time.time())
+        upload = min(found, key=lambda each: self._turns.get(each.token, 0.0), default=None)
+        if upload is not None:
+            self._turns[upload.token] = time.monotonic()
+        return upload
 
     def postpone(self, upload: Submission, reason: str) -> None:
         """Have an upload wait, as the server could not check it; the longer, the more often."""
@@ -220,10 +227,10 @@ class Exchange:
     def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
         """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
         from now on."""
-        self._set([upload], "rows = NULL", "quarantined", refused)
-        with self._changing() as db:
+        with self._changing() as db:  # before: after a kill between the two it is checked again
             runs = [(upload.token, run) for run in run_ids]
             db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
+        self._set([upload], "rows = NULL", "quarantined", refused)
         _log.warning("upload %s is quarantined: %s", upload.id[:12], readable(refused))
 
     def revoke(self, name: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from pathlib import Path
 
@@ -259,6 +260,24 @@ def test_a_token_and_a_run_have_a_share_and_the_hold_out_is_not_learned(
     layers = {problem_of_row(row, Problem).layer() for row in honest}
     assert times(tmp_path / "one", layers) == 0
     assert told == []
+
+
+def test_a_model_of_the_former_release_answers_the_same_and_is_taught(
+    honest: list[Row], base: Path, tmp_path: Path
+) -> None:
+    """The folder and the answers are those of confpred 0.1.0."""
+    former = Path(__file__).parent / "former_model"
+    predictor = Predictor.load(former)
+    for answers in json.loads((former / "answers.json").read_text()):
+        problem = Problem.from_json(answers[0]["problem"])
+        choices = predictor.rank(problem, "h100", len(answers))
+        assert [choice.to_json() for choice in choices] == answers
+    model, uploads = former / "made-up-1", uploaded(honest, tmp_path / "uploads")
+    out = tmp_path / "new"
+    outcome = retrain_from([base, uploads], {"h100": model}, out, hyper=synthetic.SMALL)
+    assert outcome.old == "made-up-1"
+    assert outcome.verdict.better, outcome
+    assert load_model(out).families["grouped_fprop"].taught is not None
 
 
 def test_a_damaged_upload_stops_nobody_and_a_damaged_base_is_named(
