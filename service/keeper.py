@@ -136,8 +136,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     from confpred.retraining.admission import TOKEN, Refused, check_shard
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    path, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
-    file = path if path.exists() else part  # of former versions there is the part alone
+    file, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
     if not file.exists():
         return {"refused": "its file was removed"}
     models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}

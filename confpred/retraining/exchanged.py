@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,6 +129,8 @@ def retrain_from(
     hyper = hyper or Hyperparameters()
     orders, verdicts, learned = {}, {}, {}
     for name, timings in sorted(uploaded(uploads, base, old, layers, say).items()):
+        widths = Counter(map(_width, _judges(held, old.families[name])))
+        timings = [t for t in timings if widths[_width(t)] >= LEAST_OF_WIDTH]
         text = teach(old.families[name], base, timings, hyper)
         new_one = replace(old.families[name], taught=Trees(text.encode(), name))
         verdicts[name] = verdict = judged(held, old.families[name], new_one)
@@ -187,23 +189,30 @@ def _covered(model: Model) -> set[str]:
 def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:
     """Return whether the configs of a family that `new` puts first are faster on the hold-out, and
     for no width of groups slower."""
-    found: list[tuple[int, Pair]] = []
-    for t in held.timings:
-        if t.family == old.family.name and old.serves(t.problem) and t.networks:
-            first, second = (each.rank(t.problem, t.device, t.rows)[0][0] for each in (old, new))
-            times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
-            pair = Pair(t.networks[0], times[int(first)], times[int(second)])
-            problem: Any = t.problem
-            found.append((problem.group_width, pair))
-    verdict = compare([pair for _, pair in found])
+    found: list[Pair] = []
     logs: dict[int, list[float]] = defaultdict(list)
-    for width, pair in found:
-        logs[width].append(np.log(pair.new_ms / pair.old_ms))
+    for t in _judges(held, old):
+        first, second = (each.rank(t.problem, t.device, t.rows)[0][0] for each in (old, new))
+        times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
+        found.append(Pair(t.networks[0], times[int(first)], times[int(second)]))
+        logs[_width(t)].append(np.log(found[-1].new_ms / found[-1].old_ms))
+    verdict = compare(found)
     for width, of_width in logs.items():
         if len(of_width) >= LEAST_OF_WIDTH and np.mean(of_width) > np.log(OF_WIDTH):
             why = f"its choices take {np.exp(np.mean(of_width)):.3f} of the time at width {width}"
             return replace(verdict, better=False, why=why)
     return verdict
+
+
+def _judges(held: Dataset, known: FamilyModel) -> list[Timings]:
+    """Return the times of a family on the hold-out. Widths of which it has few are not learned."""
+    own = (t for t in held.timings if t.family == known.family.name and t.networks)
+    return [t for t in own if known.serves(t.problem)]
+
+
+def _width(t: Timings) -> int:
+    problem: Any = t.problem
+    return int(problem.group_width)
 
 
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:

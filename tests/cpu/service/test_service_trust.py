@@ -339,10 +339,7 @@ def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.
         for state in ("quarantined", "revoked"):
             db.execute("UPDATE uploads SET state = ? WHERE id = ?", (state, ids[state]))
     assert [path.stem[-64:] for path in exchange.data()] == [ids["admitted"]]
-    learned = tmp_path / "exchange" / "controls" / f"part-{ids['received']}.parquet"
-    learned.write_bytes(b"")  # as former versions learned them from uploads
     exchange.tidy()
-    assert not learned.exists()
     parts = {path.stem[-64:] for path in (tmp_path / "exchange" / ADMITTED).glob("*.parquet")}
     assert parts == {ids["admitted"]}
     assert len([*(tmp_path / "exchange" / UPLOADS).glob("*.parquet")]) == 5
@@ -437,21 +434,3 @@ def test_tokens_take_turns(tmp_path: Path) -> None:
         order += f"{upload.token}{int(upload.id)}"
         exchange.admit(upload.id, rows=0, in_all=0, devices={}, wanted=0)
     assert order == "a0b4c6a1a2a3a5"
-
-
-def test_an_exchange_of_the_former_version_goes_on(tmp_path: Path, rows: pa.Table) -> None:
-    """Uploads that were acknowledged by it are checked, and those in its quarantine kept."""
-    table = Exchange(tmp_path / "exchange")
-    body = whole(rows.slice(0, 50))
-    (tmp_path / "arrived").write_bytes(body)
-    upload = table.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
-    with table._changing() as db:
-        for column in ("due", "in_all"):
-            db.execute(f"ALTER TABLE uploads DROP COLUMN {column}")
-    (tmp_path / "exchange" / "incoming").mkdir()
-    former = tmp_path / "exchange" / "incoming" / f"part-{upload}.parquet"
-    table.path(UPLOADS, upload).rename(former)
-    exchange = Exchange(tmp_path / "exchange")
-    assert exchange.due() is not None
-    assert exchange.path(UPLOADS, upload).read_bytes() == body
-    assert not former.exists()
