@@ -60,11 +60,8 @@ FACTOR, FEW, CORRELATION = 1.3, 1.6, 0.5
 #: file's times may be far below, and some more; committed measurements have 0.006.
 FAST, SLOW = -0.4, 0.9
 CLOSE, MOST_OFF, SOME = 1.5, 0.02, 3
-#: Fewer times or problems say nothing of a file as a whole: a model may be wrong by 10 for one
-#: problem. So many of a file's problems are looked at.
+#: Fewer times or problems say nothing of a file, and so many of a file's problems are looked at.
 _LEAST, _FEW, _LOOKED_AT = 20, 4, 150
-
-
 #: Key of a part's metadata: the name of the token that it was sent with. The operator's own have
 #: none.
 TOKEN = b"token"

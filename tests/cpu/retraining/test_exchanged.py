@@ -6,6 +6,7 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -280,6 +281,25 @@ def test_a_model_of_the_former_release_answers_the_same_and_is_taught(
     assert outcome.old == "made-up-1"
     assert outcome.verdict.better, outcome
     assert load_model(out).families["grouped_fprop"].taught is not None
+
+
+def test_widths_that_the_hold_out_lacks_are_not_learned(
+    honest: list[Row], base: Path, in_use: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would see that they make its choices worse."""
+    of_width = [row for row in honest if row["c"] == 8 * int(str(row["groups"]))]
+    held = written(of_width[: len(of_width) // 4], tmp_path / "holdout" / "narrow.parquet")
+    widths: set[int] = set()
+
+    def teach(_: object, __: object, timings: list[Any], ___: object) -> str:
+        widths.update(t.problem.group_width for t in timings)
+        raise DataError("seen")
+
+    monkeypatch.setattr(exchanged, "teach", teach)
+    data = [base, uploaded(honest, tmp_path / "uploads")]
+    with pytest.raises(DataError, match="seen"):
+        retrain_from(data, {"h100": in_use}, tmp_path / "new", holdout=[held])
+    assert widths == {8}
 
 
 def test_a_damaged_upload_stops_nobody_and_a_damaged_base_is_named(
