@@ -46,7 +46,8 @@ _ROOMS = (UPLOADS, ADMITTED, PUBLISHED, WITHDRAWN, BASE, HOLDOUT, CONTROLS)
 _TABLES = """
 CREATE TABLE IF NOT EXISTS uploads (
     id TEXT PRIMARY KEY, state TEXT NOT NULL, rows INTEGER, reason TEXT, received REAL NOT NULL,
-    token TEXT NOT NULL, bytes INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0);
+    token TEXT NOT NULL, bytes INTEGER NOT NULL, attempts INTEGER NOT NULL DEFAULT 0,
+    due REAL NOT NULL DEFAULT 0, in_all INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS uploads_by_state ON uploads (state, received);
 CREATE INDEX IF NOT EXISTS uploads_by_token ON uploads (token, received);
 CREATE TABLE IF NOT EXISTS distrusted (
@@ -58,8 +59,6 @@ CREATE TABLE IF NOT EXISTS new_rows (
     upload TEXT NOT NULL, device TEXT NOT NULL, rows INTEGER NOT NULL,
     PRIMARY KEY (upload, device));
 """
-#: Columns that former versions lack: when an upload is checked, and how many rows it has in all.
-_ADDED = ("due REAL NOT NULL DEFAULT 0", "in_all INTEGER NOT NULL DEFAULT 0")
 _DAY_S = 86_400
 #: Bytes of an upload that are held in memory before they are written.
 _PIECE = 262_144
@@ -82,7 +81,7 @@ class Exchange:
             StorageError: it cannot be made or written to.
         """
         self.folder = folder
-        self._lock = threading.Lock()
+        self._lock, self._turns = threading.Lock(), dict[str, float]()  # by token, when it was due
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -90,12 +89,6 @@ class Exchange:
             file, how["check_same_thread"] = folder / "exchange.sqlite", False
             self._db: sqlite3.Connection = sqlite3.connect(file, **how)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
-            for column in _ADDED:
-                with contextlib.suppress(sqlite3.OperationalError):  # it is there
-                    self._db.execute(f"ALTER TABLE uploads ADD COLUMN {column}")
-            for name in ("incoming", "quarantine"):  # rooms of former versions
-                for file in (folder / name).glob("part-*.parquet"):
-                    os.replace(file, folder / UPLOADS / file.name)
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error
             raise StorageError(f"cannot use {folder}: {reason}") from error
@@ -173,9 +166,14 @@ class Exchange:
         return self.folder / room / f"part-{upload}.parquet"
 
     def due(self) -> Submission | None:
-        """Return the upload to check: of those that are due, the one that waits longest."""
-        which = "WHERE state = 'received' AND due <= ? ORDER BY max(due, received) LIMIT 1"
-        return next(iter(self._submissions(which, time.time())), None)
+        """Return the upload to check: of those that are due, the one that waits longest, of the
+        token whose turn is the longest ago."""
+        by = "WHERE state = 'received' AND due <= ? GROUP BY token ORDER BY min(max(due, received))"
+        found = self._submissions(by, time.time())
+        upload = min(found, key=lambda each: self._turns.get(each.token, 0.0), default=None)
+        if upload is not None:
+            self._turns[upload.token] = time.monotonic()
+        return upload
 
     def postpone(self, upload: Submission, reason: str) -> None:
         """Have an upload wait, as the server could not check it; the longer, the more often."""
@@ -220,10 +218,10 @@ class Exchange:
     def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
         """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
         from now on."""
-        self._set([upload], "rows = NULL", "quarantined", refused)
-        with self._changing() as db:
+        with self._changing() as db:  # before: after a kill between the two it is checked again
             runs = [(upload.token, run) for run in run_ids]
             db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
+        self._set([upload], "rows = NULL", "quarantined", refused)
         _log.warning("upload %s is quarantined: %s", upload.id[:12], readable(refused))
 
     def revoke(self, name: str) -> list[str]:
@@ -261,9 +259,8 @@ class Exchange:
             db.executemany(forgotten, [(upload.id,) for upload in uploads])
 
     def tidy(self) -> None:
-        """Remove what a killed process left: files that were not acknowledged, parts of uploads
-        that are not admitted, and times that former versions put among the controls. An upload
-        whose file somebody has removed is revoked."""
+        """Remove what a killed process left: files that were not acknowledged, and parts of uploads
+        that are not admitted. An upload whose part somebody has removed is revoked."""
         for upload in self._submissions(""):
             part = self.path(ADMITTED, upload.id)
             if upload.state != "admitted":
@@ -274,8 +271,6 @@ class Exchange:
             old = time.time() - path.stat().st_mtime > _DAY_S
             if old and self.find(path.stem.removeprefix("part-")) is None:
                 path.unlink(missing_ok=True)
-        for path in self.folder.glob(f"{CONTROLS}/part-{'[0-9a-f]' * 64}.parquet"):
-            path.unlink(missing_ok=True)
 
     # Jobs
 

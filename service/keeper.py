@@ -136,8 +136,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     from confpred.retraining.admission import TOKEN, Refused, check_shard
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    path, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
-    file = path if path.exists() else part  # of former versions there is the part alone
+    file, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
     if not file.exists():
         return {"refused": "its file was removed"}
     models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}
@@ -149,10 +148,11 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:
         return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
     rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
-    part.unlink(missing_ok=True)
-    if rows.num_rows:
+    if rows.num_rows:  # in one step: a process that is about to end may do the same once more
         known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
         write(rows.replace_schema_metadata(known), part)
+    else:
+        part.unlink(missing_ok=True)
     taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
     return {"rows": rows.num_rows, "in_all": shard.sent, "devices": Counter(taught)}
 

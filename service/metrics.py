@@ -185,5 +185,4 @@ def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, 
             whole = states.setdefault(metric.name, empty)
             for sample in metric.samples:
                 whole.add_sample(sample.name, {"process": name}, sample.value)
-    found = _Collected([*families(counts), build, answering, *states.values()])
-    return generate_latest(found)
+    return generate_latest(_Collected([*families(counts), build, answering, *states.values()]))

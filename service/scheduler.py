@@ -33,7 +33,7 @@ SLICE_S = 0.004
 _FOR_THE_OLDEST = 4  # of how many slices of a client one is for its oldest request
 _PACE_S = 0.0015  # a problem, until it is known better
 _FIRST = asyncio.FIRST_COMPLETED
-_NEWEST = 0.1  # the weight of the newest slice in what is known
+_NEWEST = 0.05  # the weight of the newest slice in what is known
 _CROWDED_S = 1.0
 #: A request waits no longer than this and so many times its own work, whatever it allows: a longer
 #: queue answers no more of them.
@@ -139,7 +139,8 @@ class Scheduler:
             self._leave(job)
 
     def _check(self, job: _Job[Any]) -> None:
-        """Refuse a job that cannot end in time, with the work that goes before it."""
+        """Refuse a job that cannot end in time, with the work that goes before it. Where nobody's
+        goes before, it is tried: the pace may have been that of a machine that was busy."""
         own = job.left + sum(
             other.left for other in job.client.jobs if other is not job and other.left <= job.left
         )
@@ -147,7 +148,7 @@ class Scheduler:
         ahead = own + sum(min(own, sum(each.left for each in other.jobs)) for other in others)
         patience_s = _PATIENCE_S + _STRETCH * job.left * self._pace_s
         allowed_s = min(_PROMISED * (job.deadline - time.monotonic()), patience_s)
-        if ahead * self._pace_s > allowed_s:
+        if ahead > job.left and ahead * self._pace_s > allowed_s:
             raise Refused("deadline", ahead * self._pace_s - allowed_s)
 
     def _enter(self, steps: Steps[T], name: str, estimate: int, deadline_s: float) -> _Job[T]:
@@ -216,7 +217,7 @@ class Scheduler:
                 if self._waiting > max(self._limit, left):
                     raise Refused("queue", self._waiting * self._pace_s)
                 self._check(job)
-            elif job.deadline < time.monotonic() + left * self._pace_s / 2:
+            elif self._waiting > left and job.deadline < time.monotonic() + left * self._pace_s / 2:
                 raise Refused("deadline", self._waiting * self._pace_s)
         except Refused as refused:
             job.result.set_exception(refused)

@@ -1,37 +1,34 @@
 """How long the HTTP service takes, and whom it lets wait: real servers on loopback.
 
-    python -m benchmarks.service.service_latency [--requests 2000] [--rounds 5]
-        [--workers 2] [--model DIR]
+    python -m benchmarks.service.service_latency [--requests 2000] [--rounds 5] [--model DIR]
+    python -m benchmarks.service.service_latency --overload 60
     python -m benchmarks.service.service_latency --soak 600 [--kill-every 60] [--stop-every 25]
 
 Beside each figure of `confpred serve` stands a no-op: an application of the same framework, under
 the same server, that reads the same request and sends constant bytes. The two are measured in turn,
 round by round, so that what else the machine does falls on both. Clients and servers share the
-machine, so every figure is the whole round trip, and more workers than half of the cores show less
-than they could do. Writes ``benchmarks/results/service_latency.json``; a soak adds itself to it.
+machine, so every figure is the whole round trip. Writes ``service_latency.json`` of the results; an
+overload and a soak add themselves to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import random
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import RESULTS, ROOT
+from benchmarks.provenance import RESULTS, ROOT, provenance, write
 from benchmarks.service import service_soak
 from benchmarks.service.service_load import (
     Connection,
@@ -46,19 +43,19 @@ from benchmarks.service.service_load import (
     rate,
     server,
 )
+from confpred.service.exchange import Exchange
 
 SHIPPED = ROOT / "models"
 RESULT = RESULTS / "service_latency.json"
 BATCH = 512
 BATCHERS = 4
-ABANDONED = (20, 1000)  # batches, and problems in each
 _CONNECTIONS = 8  # enough to keep one process busy
 _RATE_S = 1.0
-_WORKERS_S = 8.0
 _WARM_UP = 20
-_PREPARED = 30  # batches of one client
 _SWITCH_S = 0.0005  # between threads of this process: the default is longer than most requests
-_PATIENCE_S = 0.2  # of those who go
+#: An overload: batches of so many times the capacity, which so many clients await so long; and the
+#: seconds from one single problem to the next.
+_OVERLOAD, _OVERLOADERS, _WAIT_S, _SINGLE_S = 3, 24, 10, 0.05
 
 
 def times(client: Connection, requests: Iterator[bytes], count: int) -> list[float]:
@@ -100,16 +97,10 @@ def unseen(rng: random.Random, size: int) -> Iterator[bytes]:
         yield post(one(rng) if size == 1 else batch(rng, size))
 
 
-def prepared(rng: random.Random) -> Iterator[bytes]:
-    """Batches, most of them made now: to make one takes time that is not to be measured."""
-    made = itertools.islice(unseen(rng, BATCH), _PREPARED)
-    return itertools.chain(list(made), unseen(rng, BATCH))
-
-
 def beside_batches(port: int, body: dict[str, Any], requests: int) -> dict[str, dict[str, Any]]:
     """Return a known and new problems while `BATCHERS` clients ask for batches of new ones."""
     others = [Connection(port) for _ in range(BATCHERS)]
-    batches = [prepared(random.Random(seed)) for seed in range(1, BATCHERS + 1)]
+    batches = [unseen(random.Random(seed), BATCH) for seed in range(1, BATCHERS + 1)]
 
     def ask(number: int) -> None:
         others[number].seconds(next(batches[number]))
@@ -131,51 +122,54 @@ def beside_batches(port: int, body: dict[str, Any], requests: int) -> dict[str, 
         }
 
 
-def abandoned(port: int) -> dict[str, Any]:
-    """Measure the work that clients leave behind when they close their connections."""
-    count, size = ABANDONED
-    batches, rng = unseen(random.Random(100), size), random.Random(99)
-    before = metric(port, "confpred_worked_out_problems_total")
-    clients = [Connection(port) for _ in range(count)]
-    for client in clients:
-        client.socket.sendall(next(batches))
-    time.sleep(_PATIENCE_S)
-    for client in clients:
-        client.close()
-    waited = Connection(port).seconds(next(unseen(rng, 1)))
-    while metric(port, "confpred_queued_requests"):
-        time.sleep(0.01)
+def replies(
+    port: int, requests: list[bytes], threads: int, pause: float = 0.0, net: int = 1
+) -> tuple[list[tuple[int, float]], float]:
+    """Send requests, one each `pause` seconds, of `_OVERLOADERS` clients: the status and seconds of
+    each, and the seconds of all."""
+    start = time.perf_counter()
+
+    def ask(place: int) -> tuple[int, float]:
+        time.sleep(max(0.0, start + place * pause - time.perf_counter()))
+        connection = Connection(port, f"127.0.{net}.{1 + place % _OVERLOADERS}")
+        begun = time.perf_counter()
+        status = connection.status(requests[place])
+        connection.close()
+        return status, time.perf_counter() - begun
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(ask, range(len(requests)))), time.perf_counter() - start
+
+
+def overload(port: int, seconds: float) -> dict[str, Any]:
+    """Measure what is answered of `_OVERLOAD` times the batches that the server can do, each in
+    time for its client, and single new problems beside them."""
+    rng = random.Random("overload")
+
+    def batches(count: int, wait_s: int) -> list[bytes]:
+        return [post(batch(rng, BATCH), wait_s=wait_s) for _ in range(count)]
+
+    found, took = replies(port, batches(5 * BATCHERS, 60), BATCHERS)
+    capacity = sum(status == 200 for status, _ in found) / took
+    many = batches(round(_OVERLOAD * capacity * seconds), _WAIT_S)
+    few = list(itertools.islice(unseen(rng, 1), round(seconds / _SINGLE_S)))
+    with ThreadPoolExecutor(1) as beside:
+        timing = beside.submit(replies, port, few, BATCHERS, _SINGLE_S, 2)
+        found, took = replies(port, many, len(many), 1 / (_OVERLOAD * capacity))
+    singles, times = zip(*timing.result()[0], strict=True)
+    answered = [seconds for status, seconds in found if status == 200]
     return {
-        "batches": count,
-        "problems_in_each": size,
-        "problems_worked_out": metric(port, "confpred_worked_out_problems_total") - before - 1,
-        "next_request_ms": round(waited * 1e3, 3),
+        "times": _OVERLOAD,
+        "seconds": round(took),
+        "batches": len(found),
+        "answered": len(answered),
+        "failed": sum(s not in (200, 429) for s, _ in found) + len(few) - singles.count(200),
+        "slowest_answer_s": round(max(answered, default=0.0), 2),
+        "capacity_problems_per_s": round(capacity * BATCH),
+        "goodput": round(len(answered) / took / capacity, 2),
+        "refusals": summary([1e3 * seconds for status, seconds in found if status == 429]),
+        "singles": summary([1e3 * seconds for seconds in times]),
     }
-
-
-def with_workers(workers: int, model: list[str], body: dict[str, Any]) -> dict[str, float]:
-    """Problems a second in batches, and known requests a second, of so many processes."""
-    clients = 2 * workers
-    with server("--workers", str(workers), *model) as (port, _):
-        batches = [unseen(random.Random(seed), BATCH // 4) for seed in range(clients)]
-        connections = [Connection(port) for _ in range(clients)]
-
-        def ask(number: int) -> None:
-            connections[number].seconds(next(batches[number]))
-
-        with meanwhile(clients, ask) as done:
-            time.sleep(1)  # until all processes have warmed up
-            before, start = sum(done), time.perf_counter()
-            time.sleep(_WORKERS_S)
-            batched = (sum(done) - before) / (time.perf_counter() - start)
-        return {
-            "unseen_problems_per_s": round(batched * (BATCH // 4)),
-            "repeated_requests_per_s": round(
-                statistics.median(
-                    rate(port, post(body), _CONNECTIONS * workers, _RATE_S) for _ in range(5)
-                )
-            ),
-        }
 
 
 def models(port: int) -> dict[str, str]:
@@ -186,20 +180,12 @@ def models(port: int) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
-    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    """Return where and with what this is measured, and beside how much else."""
     packages = ("confpred", "fastapi", "uvicorn", "uvloop", "httptools", "lightgbm", "numpy")
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    return provenance(*packages, gpu=False) | {"load_before": round(os.getloadavg()[0], 2)}
 
 
-def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[str, Any]:
+def measure(requests: int, rounds: int, model: list[str]) -> dict[str, Any]:
     where, rng = machine(), random.Random(0)
     body = one(rng)
     with no_op_server() as (idle, _), server(*model) as (port, _):
@@ -214,7 +200,6 @@ def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[
         latency["unseen problem"] = summary(times(client, unseen(rng, 1), requests // 4))
         latency[f"unseen batch of {BATCH}"] = summary(times(client, unseen(rng, BATCH), 5))
         latency |= beside_batches(port, body, requests)
-        left = abandoned(port)
     with as_the_unit_runs_it(*model) as (same, port, header), no_op_server() as (idle, _):
         with_token = known.replace(b"\r\n", b"\r\n" + header, 1)
         targets = {
@@ -223,42 +208,30 @@ def measure(requests: int, rounds: int, workers: int, model: list[str]) -> dict[
             "repeated problem with tokens and JSON log": (port, with_token),
         }
         latency |= in_turn(targets, rounds, requests)
-    rates = {name: figures["requests_per_s"] for name, figures in latency.items()}
-    plain, alike, unit = (rates[name] for name in targets)
-    no_op, repeated, *_ = latency.values()
-    return {
-        "machine": where,
-        "models": served,
-        "latency": latency,
-        "against_no_op": {
-            "requests_per_s": round(repeated["requests_per_s"] / no_op["requests_per_s"], 2),
-            "p50": round(repeated["p50_ms"] / no_op["p50_ms"], 2),
-            "requests_per_s_with_tokens_and_log": round(unit / plain, 2),
-            "requests_per_s_with_tokens_and_log_on_both": round(unit / alike, 2),
-        },
-        "abandoned": left,
-        "workers": {count: with_workers(count, model, body) for count in sorted({1, workers})},
-    }
+    return {"machine": where, "models": served, "latency": latency}
 
 
-def show(result: dict[str, Any]) -> None:
-    for name, figures in result.pop("latency").items():
-        print(f"{name:70}", *(f"{key} {value}" for key, value in figures.items()))
-    print(json.dumps(result, indent=2))
-
-
-def write(result: dict[str, Any]) -> None:
-    partial = RESULT.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    partial.replace(RESULT)
+def soaked(
+    seconds: float, workers: int, model: str | None, kinds: tuple[float, float, float]
+) -> dict[str, Any]:
+    """Soak a server of its own, whose model changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        models, exchange = Path(folder) / "models", Exchange(Path(folder) / "exchange")
+        shutil.copytree(model or SHIPPED, models)
+        options = ["--workers", str(workers), "--model", str(models)]
+        options += ["--exchange", str(exchange.folder), "--retrain-rows", "3000"]
+        disturbance = service_soak.Disturbance(*kinds, max(models.glob("**/card.json")))
+        with server(*options) as (port, pid):
+            return service_soak.soak(port, pid, seconds, disturbance, exchange)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5, help="of no-op and service in turn")
-    parser.add_argument("--workers", type=int, default=2, help="to compare with one")
+    parser.add_argument("--workers", type=int, default=2, help="of a soak")
     parser.add_argument("--model")
+    parser.add_argument("--overload", type=float, metavar="SECONDS", help="only an overload")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="only a soak of this length")
     parser.add_argument("--reload-every", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--kill-every", type=float, default=60.0, metavar="SECONDS")
@@ -266,29 +239,21 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
     model = ["--model", arguments.model] if arguments.model else []
-    if arguments.soak is None:
-        result = measure(arguments.requests, arguments.rounds, arguments.workers, model)
-        former = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        if "soak" in former:
-            result["soak"] = former["soak"]
-        write(result)
-        show(result)
-        return
-    where = machine()
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder) / "models"
-        shutil.copytree(arguments.model or SHIPPED, models)
-        card = max(models.glob("**/card.json"))
-        options = ["--workers", str(arguments.workers), "--model", str(models)]
-        kinds = service_soak.Disturbance(
-            arguments.reload_every, arguments.kill_every, arguments.stop_every, card
-        )
-        with server(*options) as (port, pid):
-            soak = service_soak.soak(port, pid, arguments.soak, kinds)
-    soak = {"machine": where, "workers": arguments.workers, **soak}
-    write(json.loads(RESULT.read_text()) | {"soak": soak})
-    print(json.dumps(soak, indent=2))
-    if soak["failed"] or not soak["memory_flat"]:
+    where, former = machine(), json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    failed = False
+    if arguments.overload is not None:
+        with server(*model) as (port, _):
+            found = {"overload": {"machine": where, **overload(port, arguments.overload)}}
+    elif arguments.soak is None:
+        found = measure(arguments.requests, arguments.rounds, model)
+    else:
+        kinds = arguments.reload_every, arguments.kill_every, arguments.stop_every
+        soak = soaked(arguments.soak, arguments.workers, arguments.model, kinds)
+        failed = soak["failed"] or soak["uploads"]["rows_lost"] or not soak["memory_flat"]
+        found = {"soak": {"machine": where, "workers": arguments.workers, **soak}}
+    write(RESULT.stem, former | found)
+    print(json.dumps(found, indent=2))
+    if failed:
         raise SystemExit("the soak failed")
 
 

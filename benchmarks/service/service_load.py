@@ -6,6 +6,7 @@ timed is the server.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
@@ -34,6 +35,8 @@ from confpred.service.metrics import Metrics
 _SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
 _NO_OP = "from benchmarks.service.service_load import serve_no_op; serve_no_op"
 _SERVE = "from confpred.cli import main; main()"
+#: Measurements of a real GPU.
+DATA = ROOT / "datasets" / "h100"
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
 
@@ -129,27 +132,41 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
 
 
-def post(body: dict[str, Any], padding: int = 0) -> bytes:
+def post(body: dict[str, Any], padding: int = 0, wait_s: int = 60) -> bytes:
     """Return the bytes of a predict request, its JSON made longer by so many spaces."""
     text = json.dumps(body).encode() + b" " * padding
     lines = (
         "POST /v1/predict HTTP/1.1",
         "host: localhost",
         "content-type: application/json",
+        f"prefer: wait={wait_s}",
         f"content-length: {len(text)}",
     )
     return "\r\n".join((*lines, "", "")).encode() + text
 
 
+def upload(body: bytes) -> bytes:
+    """Return the bytes of a request that sends `body`."""
+    lines = (
+        "POST /v1/measurements HTTP/1.1",
+        "host: localhost",
+        "content-type: application/vnd.apache.parquet",
+        f"idempotency-key: {hashlib.sha256(body).hexdigest()}",
+        f"content-length: {len(body)}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
 class Connection:
     """One keep-alive connection, opened again where the server has closed it."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, client: str = "127.0.0.1") -> None:
+        self._port, self._client = port, client
         self._open()
 
     def _open(self) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", self._port))
+        where, own = ("127.0.0.1", self._port), (self._client, 0)
+        self.socket = socket.create_connection(where, source_address=own)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:

@@ -2,16 +2,19 @@
 
 The load is a fixed mix of requests from several clients: repeated problems, new ones, and batches
 of new ones. How many a second the server can do is measured first, by clients that never pause; the
-soak then sends `_SHARE` of that, evenly. Every so often the server loads a changed model (SIGHUP),
-one of its workers is killed, or one is told to end (SIGTERM).
+soak then sends `_SHARE` of that, evenly, and measurements beside it. Every so often the server
+loads a changed model (SIGHUP), a process of it is killed, or a worker is told to end (SIGTERM).
 
 A worker that is killed takes its connections along: a client asks again by another one, and the
-request has failed if that fails too. Any other connection that breaks is a failed request.
+request has failed if that fails too. Any other connection that breaks is a failed request. Rows of
+an upload that was acknowledged are lost if they are not in the data once all is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
 import random
 import signal
@@ -19,10 +22,14 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.service.service_load import Connection, batch, meanwhile, one, post
+import pyarrow.parquet as pq
+
+from benchmarks.service.service_load import DATA, Connection, batch, meanwhile, one, post, upload
+from confpred.service.exchange import Exchange
 
 _CLIENTS = 8
 _SHARE = 0.8  # of the capacity
@@ -35,6 +42,8 @@ _NEW, _BATCHES, _BATCH, _KNOWN = 9, 1, 64, 50
 #: Memory is flat if the last quarter's median is at most this much above the second quarter's; in
 #: the first the memories of replies fill up.
 _GROWTH = 1.1
+#: Rows of an upload, seconds between two, and until the last one is checked.
+_ROWS, _UPLOAD_S, _CHECKED_S = 60, 1.0, 600.0
 
 
 class _Client:
@@ -78,13 +87,44 @@ class _Client:
             return None
 
 
+class _Uploader:
+    """A client that sends measurements, each part until it is acknowledged."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._table = port, pq.read_table(sorted(DATA.glob("*.parquet"))[0])
+        self.ids: list[str] = []  # of what was acknowledged
+
+    def send(self) -> None:
+        file = io.BytesIO()
+        pq.write_table(self._table.slice(_ROWS * len(self.ids), _ROWS), file)
+        with contextlib.suppress(OSError):  # its worker was killed
+            if Connection(self._port).status(upload(file.getvalue())) == 202:
+                self.ids.append(hashlib.sha256(file.getvalue()).hexdigest())
+        time.sleep(_UPLOAD_S)
+
+    def kept(self, exchange: Exchange) -> dict[str, int]:
+        """Return the rows that were acknowledged, and what became of them at last."""
+        until = time.perf_counter() + _CHECKED_S
+        while (found := self._states(exchange))["received"] and time.perf_counter() < until:
+            time.sleep(_SAMPLE_S)
+        rows = {f"rows_{state}": _ROWS * count for state, count in found.items()}
+        parts = {part.stem[5:]: pq.read_metadata(part).num_rows for part in exchange.data()}
+        inside = sum(parts.get(name, 0) for name in self.ids)
+        others = sum(count for state, count in found.items() if state != "admitted")
+        return {**rows, "rows_lost": _ROWS * (len(self.ids) - others) - inside}
+
+    def _states(self, exchange: Exchange) -> Counter[str]:
+        known = {each.id: each.state for each in exchange.latest(10**6)}
+        return Counter(known.get(name, "admitted") for name in self.ids)
+
+
 @dataclass(frozen=True)
 class Disturbance:
     """Reloads, kills and SIGTERMs during a soak; 0 seconds is never.
 
     Attributes:
         reload_every: seconds between reloads.
-        kill_every: seconds between SIGKILLs, each to one worker.
+        kill_every: seconds between SIGKILLs, each to one process but the first.
         stop_every: seconds between SIGTERMs, each to one worker.
         card: a model's card, which changes before each reload; None reloads the same model.
     """
@@ -119,14 +159,15 @@ class _Disturber:
         os.kill(self._pid, signal.SIGHUP)
 
     def _kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        children = _children(self._pid)
+        self._signal(signal.SIGKILL, [*children, *chain.from_iterable(map(_children, children))])
 
     def _stop(self) -> None:
-        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM, workers(self._pid))
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals, processes: list[int]) -> None:
         with contextlib.suppress(IndexError, ProcessLookupError):  # none is running just now
-            os.kill(self._rng.choice(workers(self._pid)), number)
+            os.kill(self._rng.choice(processes), number)
 
     def cause(self, broken: float) -> str:
         """Return the cause of a connection that broke then."""
@@ -138,31 +179,34 @@ class _Disturber:
 
 def workers(pid: int) -> list[int]:
     """Return the ids of the worker processes of the server whose parent process is `pid`."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"service.worker" in _command(child)]
+    return [child for child in _children(pid) if b"service.worker" in _read(f"{child}/cmdline")]
 
 
-def _command(pid: str) -> bytes:
+def _children(pid: int) -> list[int]:
+    return [*map(int, _read(f"{pid}/task/{pid}/children").split())]
+
+
+def _read(name: str) -> bytes:
+    """Return what the system says of a process; nothing if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+        return Path("/proc", name).read_bytes()
+    except OSError:
         return b""
 
 
 def resident_mib(pid: int) -> float:
     """Resident memory of a process; 0 if it has ended."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0
+    pages = int([*_read(f"{pid}/statm").split(), 0, 0][1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def soak(port: int, pid: int, seconds: float, kinds: Disturbance) -> dict[str, Any]:
+def soak(
+    port: int, pid: int, seconds: float, kinds: Disturbance, exchange: Exchange
+) -> dict[str, Any]:
     """Load the server at `port`, whose parent process is `pid`."""
     rng = random.Random(0)
     known = [post(one(rng)) for _ in range(_KNOWN)]
-    clients = [_Client(port, seed, known) for seed in range(_CLIENTS)]
+    clients, uploader = [_Client(port, seed, known) for seed in range(_CLIENTS)], _Uploader(port)
     with meanwhile(_CLIENTS, lambda number: clients[number].ask()) as calls:
         time.sleep(_CAPACITY_S)
         capacity = sum(calls) / _CAPACITY_S
@@ -178,7 +222,7 @@ def soak(port: int, pid: int, seconds: float, kinds: Disturbance) -> dict[str, A
 
     memory: dict[str, list[float]] = {"all": [], "largest worker": [], "supervisor": []}
     disturber = _Disturber(pid, kinds)
-    with meanwhile(_CLIENTS, paced):
+    with meanwhile(_CLIENTS, paced), meanwhile(1, lambda _: uploader.send()):
         while (elapsed := time.perf_counter() - begun) < seconds:
             each = [resident_mib(worker) for worker in workers(pid)]
             memory["all"].append(resident_mib(pid) + sum(each))
@@ -201,6 +245,7 @@ def soak(port: int, pid: int, seconds: float, kinds: Disturbance) -> dict[str, A
         "failed": statuses.total() - statuses["200"] + lost["stop"] + lost["nothing"],
         "statuses": dict(statuses),
         "connections_lost_to": dict(lost),
+        "uploads": uploader.kept(exchange),
         "p50_ms": round(percent[499], 3),
         "p99_ms": round(percent[989], 3),
         "p999_ms": round(percent[998], 3),

@@ -13,30 +13,23 @@ retrained on the committed measurements. Clients and server share the machine. W
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
-import json
 import multiprocessing
-import os
-import platform
 import random
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.provenance import RESULTS, ROOT
-from benchmarks.service.service_latency import summary
-from benchmarks.service.service_load import Connection, get, metric, one, post, server
+from benchmarks.provenance import ROOT, write
+from benchmarks.service.service_latency import machine, summary
+from benchmarks.service.service_load import DATA, Connection, get, metric, one, post, server, upload
 
-RESULT = RESULTS / "service_uploads.json"
-DATA = ROOT / "datasets" / "h100"
 BYTES = 1_000_000
 PACE = 55.0  # uploads a second
 _PAUSE_S = 0.003  # of the client that asks a remembered problem
@@ -56,18 +49,6 @@ def shard() -> bytes:
         if file.tell() >= BYTES:
             return file.getvalue()
         rows = int(rows * max(1.02, BYTES / file.tell()))
-
-
-def upload(body: bytes) -> bytes:
-    """Return the bytes of a request that sends `body`."""
-    lines = (
-        "POST /v1/measurements HTTP/1.1",
-        "host: localhost",
-        "content-type: application/vnd.apache.parquet",
-        f"idempotency-key: {hashlib.sha256(body).hexdigest()}",
-        f"content-length: {len(body)}",
-    )
-    return "\r\n".join((*lines, "", "")).encode() + body
 
 
 def send_all(
@@ -168,15 +149,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
-    machine = {
-        "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    found = measure(options.shards, options.clients, options.workers)
-    RESULT.write_text(json.dumps({"machine": machine, **found}, indent=2) + "\n")
-    print(RESULT.read_text())
+    where = {"machine": machine()}
+    found = where | measure(options.shards, options.clients, options.workers)
+    print(write("service_uploads", found).read_text())
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class _Questions(ABC, Generic[Http]):
         # proxy does after all, it is refused.
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parsed.scheme == "http" else True
         self._http = PerProcess(partial(self._connections, verify=trusted))
-        self._circuit = Circuit()
+        self._circuit = PerProcess(Circuit)  # a trial of the parent's never ends in a child
         self._kept: dict[str, answers.Kept] = {}
         self._is_away = False
 
@@ -336,7 +336,8 @@ class _Questions(ABC, Generic[Http]):
             ServiceUnavailable: there is none by the deadline, or there cannot be, as the circuit is
                 open or the server asks for more time than the call has left.
         """
-        if not self._circuit.admit(call):
+        circuit = self._circuit.get()
+        if not circuit.admit(call):
             message = "the service has not answered lately and is left alone for some seconds"
             raise ServiceUnavailable(message, None, call.id)
         attempt = 0
@@ -353,11 +354,11 @@ class _Questions(ABC, Generic[Http]):
                 }
                 reply = await self._send(request, call.deadline)
                 if isinstance(reply, Reply) and reply.status not in REPEATED:
-                    self._circuit.succeeded()
+                    circuit.succeeded()
                     self._answers_again()
                     return reply
                 asked_s = 0.0 if isinstance(reply, str) else answers.retry_after_s(reply.headers)
-                self._circuit.failed(asked_s)
+                circuit.failed(asked_s)
                 # Jitter, so that clients that failed together do not come back together.
                 pause = random.uniform(0, min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
                 if attempt == self._retries or clock() + asked_s + pause >= call.deadline:
@@ -365,7 +366,7 @@ class _Questions(ABC, Generic[Http]):
                 await self._pause(asked_s + pause)
                 attempt += 1
         finally:
-            self._circuit.ended(call)
+            circuit.ended(call)
 
     def _instead(self, error: ServiceUnavailable) -> Predictor:
         if self._fallback is None:

@@ -90,8 +90,7 @@ class ServedPredictor(Predictor):
     ) -> _Choices:
         if wait_for_it:
             self._wait_for([problem], device, top)
-        known = self._known(top).get((problem, device, top))
-        return known or super()._answer(problem, device, top)
+        return self._known(top).get((problem, device, top)) or super()._answer(problem, device, top)
 
     def _known(self, top: int) -> Recent[_Asked, _Choices]:
         """Return the answers of the service."""

@@ -38,8 +38,7 @@ SENT = ".submitted"
 
 
 def _headers() -> dict[str, str]:
-    token = os.environ.get(TOKEN)
-    return {"authorization": f"Bearer {token}"} if token else {}
+    return {"authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
 
 
 def _json(http: httpx.Client, path: str) -> dict[str, Any]:

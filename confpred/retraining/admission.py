@@ -59,10 +59,8 @@ FACTOR, FEW, CORRELATION = 1.3, 1.6, 0.5
 #: file's times may be far below, and some more; committed measurements have 0.006.
 FAST, SLOW = -0.4, 0.9
 CLOSE, MOST_OFF, SOME = 1.5, 0.02, 3
-#: Fewer times say nothing of a file as a whole, and so many of a file's problems are looked at.
-_LEAST, _LOOKED_AT = 20, 150
-
-
+#: Fewer times or problems say nothing of a file, and so many of a file's problems are looked at.
+_LEAST, _FEW, _LOOKED_AT = 20, 4, 150
 #: Key of a part's metadata: the name of the token that it was sent with. The operator's own have
 #: none.
 TOKEN = b"token"
@@ -208,7 +206,7 @@ def _check_expected(data: Dataset, model: Model) -> None:
         if (learned := model.families.get(t.family)) is not None and learned.serves(t.problem):
             compared.setdefault(t.family, []).append(_compare(t, learned))
     for family, parts in compared.items():
-        if sum(len(part.beside) for part in parts) < _LEAST:
+        if len(parts) < _FEW or sum(len(part.beside) for part in parts) < _LEAST:
             continue
         median = float(np.exp(np.median([part.of_choice for part in parts])))
         most = FACTOR * FEW ** len(parts) ** -0.5

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,8 +45,8 @@ from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
 log = logging.getLogger(__name__)
-#: A family is not taught if its choices take more than this for one width of groups, of so many
-#: problems at least.
+#: A family is not taught if its choices take more than this for one width of groups. A width of
+#: which the hold-out has fewer problems is not learned.
 OF_WIDTH, LEAST_OF_WIDTH = 1.02, 3
 _ID_DIGITS = 64  # of an upload, in the name of its part
 
@@ -129,6 +129,8 @@ def retrain_from(
     hyper = hyper or Hyperparameters()
     orders, verdicts, learned = {}, {}, {}
     for name, timings in sorted(uploaded(uploads, base, old, layers, say).items()):
+        widths = Counter(_width(t) for t in held.timings if t.family == name and t.networks)
+        timings = [t for t in timings if widths[_width(t)] >= LEAST_OF_WIDTH]
         text = teach(old.families[name], base, timings, hyper)
         new_one = replace(old.families[name], taught=Trees(text.encode(), name))
         verdicts[name] = verdict = judged(held, old.families[name], new_one)
@@ -160,8 +162,7 @@ def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
 def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
     """Write the model of a folder with further or other `orders`, and `facts` in its card."""
     read = read_files(model)
-    files = {name: text for name, text in read.files.items() if name != SIGNATURE}
-    files.update(orders)
+    files = {name: text for name, text in read.files.items() if name != SIGNATURE} | {**orders}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     card = {**json.loads(files.pop(CARD)), "created": now, **facts}
     card["files"] = {name: sha256(text).hexdigest() for name, text in files.items()}
@@ -187,23 +188,25 @@ def _covered(model: Model) -> set[str]:
 def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:
     """Return whether the configs of a family that `new` puts first are faster on the hold-out, and
     for no width of groups slower."""
-    found: list[tuple[int, Pair]] = []
+    found: list[Pair] = []
+    logs: dict[int, list[float]] = defaultdict(list)
     for t in held.timings:
         if t.family == old.family.name and old.serves(t.problem) and t.networks:
             first, second = (each.rank(t.problem, t.device, t.rows)[0][0] for each in (old, new))
             times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
-            pair = Pair(t.networks[0], times[int(first)], times[int(second)])
-            problem: Any = t.problem
-            found.append((problem.group_width, pair))
-    verdict = compare([pair for _, pair in found])
-    logs: dict[int, list[float]] = defaultdict(list)
-    for width, pair in found:
-        logs[width].append(np.log(pair.new_ms / pair.old_ms))
+            found.append(Pair(t.networks[0], times[int(first)], times[int(second)]))
+            logs[_width(t)].append(np.log(found[-1].new_ms / found[-1].old_ms))
+    verdict = compare(found)
     for width, of_width in logs.items():
         if len(of_width) >= LEAST_OF_WIDTH and np.mean(of_width) > np.log(OF_WIDTH):
             why = f"its choices take {np.exp(np.mean(of_width)):.3f} of the time at width {width}"
             return replace(verdict, better=False, why=why)
     return verdict
+
+
+def _width(t: Timings) -> int:
+    problem: Any = t.problem
+    return int(problem.group_width)
 
 
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:

@@ -14,6 +14,11 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+
 @dataclass
 class Answer:
     """The answer of a scripted server: status, headers and body, or nothing at all."""
@@ -37,8 +42,7 @@ class ToldServer:
         self.predictor, self.answers = predictor, list(answers) or [Answer()]
         self.seen: list[dict[str, str]] = []
         self.connections: set[object] = set()
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._http.daemon_threads = True
+        self._http = _Http(("127.0.0.1", port), _handler(self))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         self.port = self._http.server_port
 

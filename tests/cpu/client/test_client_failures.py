@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -239,35 +239,54 @@ def test_traces_and_tokens_are_passed_on(local: Predictor) -> None:
     assert "traceparent" not in second
 
 
-def test_connections_are_kept_and_shared(local: Predictor) -> None:
+def test_connections_are_kept(local: Predictor) -> None:
     with ToldServer(local) as server, Client(server.url, kept=0) as client:
         for _ in range(20):
             client.choose(LAYER, "h100")
         assert len(server.connections) == 1
-        with ThreadPoolExecutor(4) as threads:
-            answers = list(threads.map(lambda _: client.choose(LAYER, "h100"), range(40)))
-        assert set(answers) == {local.choose(LAYER, "h100")}
-        assert len(server.connections) <= 5
 
 
-def test_a_forked_child_makes_its_own_connections(local: Predictor, model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "asker", ["Client(sys.argv[1], kept=0)", "ServedPredictor(Client(sys.argv[1], kept=0), {}, 30)"]
+)
+def test_threads_share_it_and_forked_children_ask_too(asker: str, local: Predictor) -> None:
     program = f"""
-import os, sys
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from confpred import Problem
 from confpred.client import Client
+from confpred.client.served import ServedPredictor
 layer = Problem.parse("{LAYER}")
-client = Client(sys.argv[1], kept=0)
-expected = client.choose(layer, "h100")
-for _ in range(3):
-    child = os.fork()
-    same = all(client.choose(layer, "h100") == expected for _ in range(20))
-    if child == 0:
-        os._exit(not same)
-    assert same and os.waitpid(child, 0)[1] == 0
+asker = {asker}
+def ask(n):
+    choice = asker.choose(replace(layer, n=n), "h100")
+    return choice.server == sys.argv[1] and choice.problem.n == n
+with ThreadPoolExecutor(16) as threads:
+    answers = [threads.submit(ask, n // 2 + 1) for n in range(160)]
+    for n in range(200, 208):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(not ask(n))
+        assert os.waitpid(child, 0)[1] == 0
+assert all(answer.result() for answer in answers)
 """
     with ToldServer(local) as server:
-        subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=60)
-        assert len(server.connections) == 4
+        subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=100)
+        assert len(server.connections) <= 16 + 8
+
+
+def test_a_trial_of_the_parents_keeps_no_child_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.0)
+    client = Client("http://127.0.0.1:1")
+    for _ in range(clients.FAILURES):
+        client._circuit.get().failed(0)
+    assert client._circuit.get().admit("a thread's trial")
+    assert not client._circuit.get().admit("another call")
+    if (child := os.fork()) == 0:
+        os._exit(not client._circuit.get().admit("the child's call"))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

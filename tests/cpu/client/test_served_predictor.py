@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,41 +94,6 @@ def test_a_dead_service_costs_nothing_and_is_found_again(theirs: Predictor) -> N
     assert time.monotonic() - start < 10
     with ToldServer(theirs, port=port):
         until(lambda: predictor.choose(LAYER, "h100").server == url)
-
-
-def test_threads_share_it(theirs: Predictor) -> None:
-    with ToldServer(theirs) as server:
-        predictor = served(server.url, 30)
-        found: list[list[object]] = []
-        work = [
-            threading.Thread(target=lambda: found.append(predictor.choose_many(LAYERS, "h100")))
-            for _ in range(8)
-        ]
-        for thread in work:
-            thread.start()
-        for thread in work:
-            thread.join()
-    assert found == [theirs.choose_many(LAYERS, "h100")] * 8
-
-
-def test_a_forked_child_asks_too(theirs: Predictor) -> None:
-    program = f"""
-import os, sys
-from dataclasses import replace
-from confpred import Problem
-from confpred.client import Client
-from confpred.client.served import ServedPredictor
-layer = Problem.parse("{LAYER}")
-predictor = ServedPredictor(Client(sys.argv[1], kept=0), {{}}, 30)
-assert predictor.choose(layer, "h100").server
-for n in range(5):
-    child = os.fork()
-    if child == 0:
-        os._exit(not predictor.choose(replace(layer, n=n + 1), "h100").server)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-    with ToldServer(theirs) as server:
-        subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=60)
 
 
 @pytest.mark.slow(reason="a server, and a process that asks it")

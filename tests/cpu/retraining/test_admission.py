@@ -61,6 +61,16 @@ def test_every_committed_measurement_is_taken(
     assert files
 
 
+@pytest.mark.parametrize("first", [420, 7_860, 24_960])
+def test_few_problems_say_nothing_of_a_file(
+    first: int, tmp_path: Path, models: dict[str, Model]
+) -> None:
+    """The model is wrong by 6 for one of the problems, or about their order."""
+    rows = pq.read_table(ROOT / "datasets/h100/part-2026-11-25.parquet").slice(first, 60)
+    pq.write_table(rows, tmp_path / "few.parquet")
+    assert check_shard(tmp_path / "few.parquet", models, []).rows.num_rows == 60
+
+
 def test_times_in_another_order_are_refused(tmp_path: Path, models: dict[str, Model]) -> None:
     part = sorted((ROOT / "datasets" / "holdout" / "h100").glob("*.parquet"))[0]
     file, *_ = shards(part, tmp_path)
@@ -76,7 +86,7 @@ def test_times_in_another_order_are_refused(tmp_path: Path, models: dict[str, Mo
         ms[at] = ms[rng.permutation(at)]
     at = table.schema.get_field_index("time_ms")
     pq.write_table(table.set_column(at, "time_ms", pa.array(ms)), file)
-    with pytest.raises(Refused, match=r"in another order than|far below|expects in the"):
+    with pytest.raises(Refused, match="in another order than"):
         check_shard(file, models, [])
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -259,6 +261,45 @@ def test_a_token_and_a_run_have_a_share_and_the_hold_out_is_not_learned(
     layers = {problem_of_row(row, Problem).layer() for row in honest}
     assert times(tmp_path / "one", layers) == 0
     assert told == []
+
+
+def test_a_model_of_the_former_release_answers_the_same_and_is_taught(
+    honest: list[Row], base: Path, tmp_path: Path
+) -> None:
+    """The folder and the answers are those of confpred 0.1.0, whose bounds were of 16 finalists."""
+    former = Path(__file__).parent / "former_model"
+    predictor = Predictor.load(former)
+    for answers in json.loads((former / "answers.json").read_text()):
+        problem = Problem.from_json(answers[0]["problem"])
+        choices = predictor.rank(problem, "h100", len(answers))
+        bounds = [{"regret_bound": answer["regret_bound"]} for answer in answers]
+        found = zip(choices, bounds, strict=True)
+        assert [choice.to_json() | bound for choice, bound in found] == answers
+    model, uploads = former / "made-up-1", uploaded(honest, tmp_path / "uploads")
+    out = tmp_path / "new"
+    outcome = retrain_from([base, uploads], {"h100": model}, out, hyper=synthetic.SMALL)
+    assert outcome.old == "made-up-1"
+    assert outcome.verdict.better, outcome
+    assert load_model(out).families["grouped_fprop"].taught is not None
+
+
+def test_widths_that_the_hold_out_lacks_are_not_learned(
+    honest: list[Row], base: Path, in_use: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would see that they make its choices worse."""
+    of_width = [row for row in honest if row["c"] == 8 * int(str(row["groups"]))]
+    held = written(of_width[: len(of_width) // 4], tmp_path / "holdout" / "narrow.parquet")
+    widths: set[int] = set()
+
+    def teach(_: object, __: object, timings: list[Any], ___: object) -> str:
+        widths.update(t.problem.group_width for t in timings)
+        raise DataError("seen")
+
+    monkeypatch.setattr(exchanged, "teach", teach)
+    data = [base, uploaded(honest, tmp_path / "uploads")]
+    with pytest.raises(DataError, match="seen"):
+        retrain_from(data, {"h100": in_use}, tmp_path / "new", holdout=[held])
+    assert widths == {8}
 
 
 def test_a_damaged_upload_stops_nobody_and_a_damaged_base_is_named(

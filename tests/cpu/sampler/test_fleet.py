@@ -4,14 +4,21 @@ the measurement (`fleet_jobs`)."""
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fleet_jobs
 import pytest
 import sampler_run
 from sampler_run import rows, suite_of
+from served import eventually
 
 from confpred.cuda.compiler import compile_kernel, compiled_before
 from confpred.errors import FolderBusy, InvalidInput
@@ -35,8 +42,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Start a Ray with made-up GPUs, and yield the folder of faults."""
     folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
-        own = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        patch.setenv("PYTHONPATH", os.pathsep.join(own))
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("FAULTS_IN", str(folder))
         patch.setenv("CONFPRED_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -177,3 +183,65 @@ def test_kernels_are_compiled_by_the_cluster_and_fetched_by_other_hosts(tmp_path
 def test_a_second_driver_on_a_folder_is_refused(tmp_path):
     with open_store(tmp_path, "other", CONVOLUTION), pytest.raises(FolderBusy):
         run(tmp_path)
+
+
+_DRIVER = """
+import sys, pathlib, test_fleet
+from confpred.sampler import store
+store.FLUSH_SECONDS = 0.2
+folder = pathlib.Path(sys.argv[1])
+sys.exit(not test_fleet.run(folder, test_fleet.suite_of(40)).finished)
+"""
+
+
+@contextmanager
+def cluster() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start a Ray of its own, of made-up GPUs that are slow; the value is its head and address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        words = ["start", "--head", "--block", "--node-ip-address=127.0.0.1"]
+        words += [f"--port={port}", f"--temp-dir={short}"]
+        words += [f"--num-gpus={GPUS}", f"--num-cpus={GPUS + 2}", "--include-dashboard=false"]
+        ray_command = str(Path(sys.executable).with_name("ray"))
+        head = subprocess.Popen(
+            [ray_command, *words], env=os.environ | {"ROW_S": "0.1"}, preexec_fn=os.setpgrp
+        )
+        try:
+            yield head, f"127.0.0.1:{port}"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
+
+
+def driver(folder: Path, address: str) -> subprocess.Popen[bytes]:
+    host, port = address.split(":")
+    eventually(lambda: socket.socket().connect_ex((host, int(port))) == 0)
+    environment = os.environ | {"RAY_ADDRESS": address}
+    return subprocess.Popen([sys.executable, "-c", _DRIVER, str(folder)], env=environment)
+
+
+@pytest.mark.slow(reason="clusters start")
+@pytest.mark.parametrize("fault", ["the driver is killed", "the head is lost", "two drivers"])
+def test_a_cluster_that_fails_loses_and_doubles_no_row(tmp_path, fault):
+    with cluster() as (head, address):
+        first = second = driver(tmp_path, address)
+        if fault == "two drivers":
+            second = driver(tmp_path, address)
+        eventually(lambda: rows(tmp_path))
+        if fault == "the driver is killed":
+            first.kill()
+            assert len(rows(tmp_path)) < 40 * CONFIGS
+        elif fault == "the head is lost":
+            os.killpg(head.pid, signal.SIGKILL)
+        ended = {each.wait(300) for each in (first, second)}
+        assert (0 in ended) == (fault == "two drivers")
+        if fault != "the head is lost":
+            assert driver(tmp_path, address).wait(300) == 0
+    if fault == "the head is lost":
+        with cluster() as (_, address):
+            assert driver(tmp_path, address).wait(300) == 0
+    assert Counter(row["n"] for row in rows(tmp_path)) == dict.fromkeys(range(2, 42), CONFIGS)
+    assert len(measured(tmp_path)) == len(set(measured(tmp_path)))

@@ -35,16 +35,20 @@ from confpred.sampler.store import open_store
 
 
 class Poor(MemoryFileSystem):
-    """A store that refuses the next `refusals` writes, and takes `wait_s` for each other one."""
+    """A store that refuses the next `refusals` writes, or loses its reply to them where they are
+    `written`, and takes `wait_s` for each other one."""
 
     protocol = "poor"
     cachable = False
     refusals = 0
+    written = False
     wait_s = 0.0
 
     def pipe_file(self, path, value, mode="overwrite", **options):
         if path.endswith(".parquet") and Poor.refusals:
             Poor.refusals -= 1
+            if Poor.written:
+                super().pipe_file(path, value, mode=mode, **options)
             raise ConnectionError("503 slow down")
         time.sleep(Poor.wait_s)
         return super().pipe_file(path, value, mode=mode, **options)
@@ -126,8 +130,11 @@ def test_a_damaged_object_is_named(folder):
 # Waits of seconds and minutes are patched to be short; nothing else of the sampler is.
 
 
-def test_a_store_that_refuses_now_and_then_loses_nothing(poor, monkeypatch):
+@pytest.mark.parametrize("written", [False, True])
+def test_a_store_that_refuses_now_and_then_loses_and_doubles_nothing(poor, monkeypatch, written):
     monkeypatch.setattr(stores, "_RETRY_S", 0.01)
+    monkeypatch.setattr(stores, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(Poor, "written", written)
     Poor.refusals = 3
     assert run(poor).finished
     assert (Poor.refusals, read_shards(poor, CONVOLUTION, ["n"]).num_rows) == (0, 8)

@@ -6,12 +6,14 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.service import service_latency, service_soak
 from benchmarks.service.service_load import get, metric, no_op_server, one, post, server
+from confpred.service.exchange import Exchange
 
 
 def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,13 +33,6 @@ def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPa
         assert figures["requests_per_s"] > 0
 
 
-def test_work_left_behind_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_latency, "ABANDONED", (3, 300))
-    with server() as (port, _):
-        found = service_latency.abandoned(port)
-    assert found["problems_worked_out"] < 900
-
-
 @pytest.fixture
 def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)
@@ -45,11 +40,20 @@ def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     return service_soak
 
 
+@pytest.fixture
+def exchange(tmp_path: Path) -> Exchange:
+    return Exchange(tmp_path)
+
+
 @pytest.mark.slow(reason="a server is asked for seconds")
-def test_a_soak_disturbs_the_server_and_tells_the_connections_that_it_cost(short_soak: Any) -> None:
+def test_a_soak_disturbs_the_server_and_tells_what_that_cost(
+    short_soak: Any, exchange: Exchange
+) -> None:
     kinds = short_soak.Disturbance(reload_every=1, kill_every=2)
-    with server("--workers", "2") as (port, pid):
-        found = short_soak.soak(port, pid, 3, kinds)
+    with server("--workers", "2", "--exchange", str(exchange.folder)) as (port, pid):
+        found = short_soak.soak(port, pid, 3, kinds, exchange)
+    assert found["uploads"]["rows_admitted"] >= 60
+    assert found["uploads"]["rows_lost"] == 0
     assert (found["reloads"], found["kills"], found["stops"]) == (2, 1, 0)
     assert (found["failed"], found["statuses"].keys()) == (0, {"200"})
     assert found["connections_lost_to"].keys() <= {"kill"}
@@ -59,10 +63,10 @@ def test_a_soak_disturbs_the_server_and_tells_the_connections_that_it_cost(short
 
 
 @pytest.mark.slow(reason="a server is asked for seconds")
-def test_a_soak_sees_a_server_that_ends(short_soak: Any) -> None:
+def test_a_soak_sees_a_server_that_ends(short_soak: Any, exchange: Exchange) -> None:
     with server() as (port, pid):
         killer = threading.Timer(2, os.kill, (pid, signal.SIGKILL))
         killer.start()
-        found = short_soak.soak(port, pid, 2, short_soak.Disturbance())
+        found = short_soak.soak(port, pid, 2, short_soak.Disturbance(), exchange)
         killer.join()
     assert found["failed"] > 0

@@ -108,6 +108,24 @@ async def test_more_than_the_limit_is_refused_with_a_time_to_come_back(bench: Be
 
 
 @on_a_bench
+async def test_what_cannot_be_in_time_is_not_begun(bench: Bench) -> None:
+    long = bench.run("long", 200)
+    await bench.until("long", 5)
+    with pytest.raises(Refused) as refused:
+        await bench.run("late", 100, client="b", deadline_s=0.3)
+    assert (refused.value.reason, "late" in bench.taken) == ("deadline", False)
+    long.cancel()
+    await asyncio.wait([long])
+
+
+@on_a_bench
+async def test_a_pace_of_a_busy_moment_is_got_over(bench: Bench) -> None:
+    bench.scheduler._pace_s = 10.0
+    assert await bench.run("large", 40, unread=1, deadline_s=5) == "large done"
+    assert bench.scheduler._pace_s < 5
+
+
+@on_a_bench
 async def test_what_turns_out_to_be_more_than_the_limit_is_refused(bench: Bench) -> None:
     other = bench.run("other", 20)
     with pytest.raises(Refused) as refused:

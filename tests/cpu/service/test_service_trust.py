@@ -3,6 +3,7 @@ host speaks for another."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -10,7 +11,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from uploads import became, changed, keepers, send, sent, token, whole
 
 from confpred.cli import cli
 from confpred.client.transfer import fetch_rows
-from confpred.service import Settings, keeper
+from confpred.service import Settings, generations, keeper
 from confpred.service.exchange import ADMITTED, UPLOADS, Exchange
 
 
@@ -337,10 +339,7 @@ def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.
         for state in ("quarantined", "revoked"):
             db.execute("UPDATE uploads SET state = ? WHERE id = ?", (state, ids[state]))
     assert [path.stem[-64:] for path in exchange.data()] == [ids["admitted"]]
-    learned = tmp_path / "exchange" / "controls" / f"part-{ids['received']}.parquet"
-    learned.write_bytes(b"")  # as former versions learned them from uploads
     exchange.tidy()
-    assert not learned.exists()
     parts = {path.stem[-64:] for path in (tmp_path / "exchange" / ADMITTED).glob("*.parquet")}
     assert parts == {ids["admitted"]}
     assert len([*(tmp_path / "exchange" / UPLOADS).glob("*.parquet")]) == 5
@@ -352,19 +351,86 @@ def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.
     assert exchange.jobs() == []
 
 
-def test_an_exchange_of_the_former_version_goes_on(tmp_path: Path, rows: pa.Table) -> None:
-    """Uploads that were acknowledged by it are checked, and those in its quarantine kept."""
-    table = Exchange(tmp_path / "exchange")
-    body = whole(rows.slice(0, 50))
-    (tmp_path / "arrived").write_bytes(body)
-    upload = table.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
-    with table._changing() as db:
-        for column in ("due", "in_all"):
-            db.execute(f"ALTER TABLE uploads DROP COLUMN {column}")
-    (tmp_path / "exchange" / "incoming").mkdir()
-    former = tmp_path / "exchange" / "incoming" / f"part-{upload}.parquet"
-    table.path(UPLOADS, upload).rename(former)
-    exchange = Exchange(tmp_path / "exchange")
-    assert exchange.due() is not None
-    assert exchange.path(UPLOADS, upload).read_bytes() == body
-    assert not former.exists()
+def in_a_child(work: Callable[[], None]) -> int:
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.slow(reason="some hundred processes")
+@pytest.mark.timeout(1200)
+def test_a_kill_at_any_point_loses_and_doubles_nothing(tmp_path: Path, rows: pa.Table) -> None:
+    """A process is killed at each file that it opens, moves or removes, and each statement."""
+    body, folder, done = whole(rows.slice(0, 60)), tmp_path / "exchange", tmp_path / "done"
+    settings, name = Settings(exchange=str(folder)), sha256(body).hexdigest()
+    for model in generations.newest_models(settings).values():
+        keeper._loaded(model)
+
+    def check_all(exchange: Exchange) -> None:
+        while upload := exchange.due():
+            exchange.admit(upload.id, **keeper._check(settings, exchange, upload), wanted=60)
+
+    def work(step: int) -> None:
+        exchange, steps = Exchange(folder), itertools.count()
+
+        def count(event: str, words: Any = (folder,)) -> None:
+            named = event in ("SQL", "open", "os.rename", "os.remove")
+            if named and str(folder) in str(words[0]) and next(steps) == step:
+                os._exit(9)
+
+        sys.addaudithook(count)
+        exchange._db.set_trace_callback(lambda _: count("SQL"))
+        arrived = folder / UPLOADS / ".arrived.tmp"
+        arrived.write_bytes(body)
+        for part in (
+            lambda: exchange.keep(arrived, name, "one", len(body)),
+            lambda: check_all(exchange),
+            lambda: exchange.revoke("one"),
+            lambda: exchange.requeue(name),
+            lambda: check_all(exchange),
+        ):
+            part()
+            with done.open("a") as file:
+                file.write("+")
+
+    def recover() -> None:
+        exchange = Exchange(folder)
+        exchange.tidy()
+        check_all(exchange)
+
+    for step in itertools.count():
+        shutil.rmtree(folder, ignore_errors=True)
+        done.write_text("")
+        ended = in_a_child(lambda step=step: work(step))
+        assert in_a_child(recover) == 0
+        exchange, parts = Exchange(folder), len(done.read_text())
+        states = {upload.id: (upload.state, upload.rows) for upload in exchange.latest(9)}
+        held = sum(pq.read_metadata(part).num_rows for part in exchange.data())
+        jobs = [job.state for job in exchange.jobs()]
+        exchange._db.close()
+        allowed = [("admitted", 60), ("revoked", None)][: 1 + (parts in (2, 3))]
+        if parts or states:
+            assert [*states] == [name], step
+            assert states[name] in allowed, step
+            assert (held, jobs) == (states[name][1] or 0, ["queued"]), step
+        if ended == 0:
+            break
+        assert ended == 9, step
+    assert step > 30
+
+
+def test_tokens_take_turns(tmp_path: Path) -> None:
+    """A host with thousands of uploads does not keep those of another waiting."""
+    exchange, order = Exchange(tmp_path), ""
+    for number, host in enumerate("aaaabac"):
+        (tmp_path / "arrived").write_bytes(b"")
+        exchange.keep(tmp_path / "arrived", f"{number:064}", host, 1)
+    while upload := exchange.due():
+        order += f"{upload.token}{int(upload.id)}"
+        exchange.admit(upload.id, rows=0, in_all=0, devices={}, wanted=0)
+    assert order == "a0b4c6a1a2a3a5"
