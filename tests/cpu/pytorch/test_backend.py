@@ -22,7 +22,7 @@ from confpred.pytorch.backend import Options, ordinal_of
 @torch.no_grad()
 def test_it_is_found_by_its_name() -> None:
     assert "confpred" in torch._dynamo.list_backends()
-    model = made(BLOCKS["bottleneck"]())
+    model = made(BLOCKS["functional"]())
     compiled = torch.compile(model, backend="confpred", options={"graphs": False, "verify": 2})
     torch.testing.assert_close(compiled(images()), model(images()))
 
@@ -126,10 +126,7 @@ def test_a_pass_that_fails_fails_no_program(
         raise ValueError("a fault\nof two lines")
 
     monkeypatch.setattr(getattr(backend, module), name, damage)
-    model = made(BLOCKS["inverted residual"]()).train()
-    for part in model.modules():
-        if type(part).__name__ == "DropPath":
-            part.eval()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     plain, found = copy.deepcopy(model), []
     ours = torch.compile(model, backend="confpred", options={"inductor": needs_inductor})
     for call in (ours, plain):

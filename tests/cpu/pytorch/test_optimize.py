@@ -27,7 +27,7 @@ def small() -> nn.Module:
     return made(BLOCKS["bottleneck"]()).to(memory_format=LAST)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["inverted residual", "functional"])
 @torch.no_grad()
 def test_equals_the_original_and_keeps_its_names(captured, kind) -> None:
     model, x = made(BLOCKS[kind]()).to(memory_format=LAST), image()
