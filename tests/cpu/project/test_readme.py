@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from pathlib import Path
@@ -141,19 +140,6 @@ def test_it_is_short() -> None:
     assert len(README.splitlines()) <= MOST_LINES
 
 
-@pytest.fixture(scope="module")
-def served_port() -> Iterator[str]:
-    """Yield the port of a running `confpred serve`."""
-    command = [Path(sys.executable).with_name("confpred"), "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        ports = (re.search(r"running on http://.*:(\d+)", line) for line in process.stderr)
-        found = next(filter(None, ports), None)
-        assert found, "the service did not start"
-        yield found[1]
-        process.terminate()
-
-
 def as_shown(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     assert "grouped_fprop" in said(run(block.text, folder, block.language))
 
@@ -161,7 +147,7 @@ def as_shown(block: Block, request: pytest.FixtureRequest, folder: Path) -> None
 def with_a_server(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     assert block.text.count("127.0.0.1:8000") == 1
     # The default port may be taken on a machine that runs tests.
-    text = block.text.replace(":8000", f":{request.getfixturevalue('served_port')}")
+    text = block.text.replace(":8000", f":{request.getfixturevalue('plain_server').port}")
     choice = json.loads(said(run(text, folder)))["choices"][0][0]
     assert choice["family"] == "grouped_fprop"
 
