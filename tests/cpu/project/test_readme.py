@@ -77,9 +77,8 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_tables_are_those_of_the_results(repository: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
-    assert result.returncode == 0, result.stderr
+    texts = {page: (repository / page).read_text(encoding="utf-8") for page in tables.PAGES}
+    assert [page for page, text in texts.items() if tables.filled(text) != text] == []
 
 
 def test_every_table_of_a_page_with_results_is_made(repository: Path) -> None:
@@ -236,8 +235,7 @@ def test_it_installs_as_it_says(sources: Path) -> None:
     commands = [span for span in SPANS if span.startswith("pip ")]
     extras_named = [f"pip install '.[{extra}]'" for extra in ("serve", "gpu", "train")]
     assert commands == ["pip install .", *extras_named]
-    for command in commands:
-        assert "Would install confpred-" in said(run(_PIP + command, sources))
+    assert "Would install confpred-" in said(run(_PIP + commands[-1], sources))
     extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}
     assert extras <= set(metadata("confpred").get_all("Provides-Extra"))
 
