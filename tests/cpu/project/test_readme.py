@@ -103,29 +103,6 @@ def test_a_marked_table_is_made_from_its_result(tmp_path: Path) -> None:
     assert tables.filled(made, tmp_path) == made
 
 
-def test_kernels_are_counted_and_averaged_by_layer() -> None:
-    speeds = {"groups=64": 2.0, "groups=64 stride=2": 0.5, "groups=8 direction=wgrad": 1.0}
-    layers = [{"problem": f"n=1 c=64 {words}", "speedup": s} for words, s in speeds.items()]
-    shares = {"floor_share": 0.5, "cudnn_floor_share": 0.25}
-    parts = [
-        {"kind": "depthwise", "direction": "fprop"} | shares,
-        {"kind": "grouped", "direction": "wgrad"} | shares,
-    ]
-    made = tables.kernels({"H100": {"summary": parts, "layers": layers}}).splitlines()
-    assert made[2:] == [
-        "| depthwise, forward | H100 | 2 | 1.25x | 1.00x | 0.50x | 1 | 0.50 | 0.25 |",
-        "| grouped, filter gradient | H100 | 1 | 1.00x | 1.00x | 1.00x | 0 | 0.50 | 0.25 |",
-        "| all | H100 | 3 | 1.00x | 1.00x | 0.50x | 1 |  |  |",
-    ]
-
-
-def test_a_row_that_one_device_lacks_is_empty() -> None:
-    rows = {"H100": {"a": ["1"]}, "H200": {"b": ["2"], "a": ["3"]}, "none": {}}
-    made = tables.side_by_side("name", ("x",), rows).splitlines()
-    assert made[0] == "| name | H100: x | H200: x |"
-    assert made[2:] == ["| a | 1 | 3 |", "| b |  | 2 |"]
-
-
 def test_a_marked_table_without_its_result_is_an_error(tmp_path: Path) -> None:
     for name, error in (("kernels", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):

@@ -54,7 +54,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[BatchNorm]:
                 found.append(None)
         return found
 
+    # No GPU has measured these layers.
     monkeypatch.setattr(backend.Compiler, "chooser", lambda *_: choose)
+    # As beside a model of batch norms.
     monkeypatch.setattr(backend.choosing, "is_known", lambda operation: True)
     torch._dynamo.reset()
     return asked
@@ -142,6 +144,7 @@ def test_of_two_norms_that_are_added_one_has_the_sum(
     def seen(graph: torch.fx.Graph) -> None:
         left.extend(n for n in graph.nodes if n.target in (norms._NORM, norms._NORM_BACKWARD))
 
+    # Looks at the graph before its last pass.
     monkeypatch.setattr(backend.passes, "batch_norms_as_eager", seen)
     block = NormBlock(AFTER["relu"])
     parts = {"conv": block.conv, "norm": block.norm, "last": block.last}

@@ -121,7 +121,7 @@ def test_a_wrong_gradient_is_found(captured, monkeypatch) -> None:
         x, weight, bias = right(*given)
         return x, None if weight is None else -weight, bias
 
-    monkeypatch.setattr(convolve, "backward", wrong)
+    monkeypatch.setattr(convolve, "backward", wrong)  # a kernel with a fault
     with pytest.raises(ConfpredError, match="is as it was: an output of norm"):
         confpred.optimize(small().train(), image())
 

@@ -57,7 +57,7 @@ def test_training_is_that_of_eager_mode(captured, monkeypatch, name: str) -> Non
     if name == "mobileone_s0":
         # The gradient of a filter of 1 x 1, stride 2 and 3 channels by oneDNN crashes on some
         # processors, in eager mode too.
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # a setting of PyTorch
     model, images = network(name)
     model.train()
     state = {k: v.clone() for k, v in model.state_dict().items()}

@@ -82,7 +82,7 @@ def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -
         graphs.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
         return update(graph)
 
-    monkeypatch.setattr(passes, "update_in_place", seen)
+    monkeypatch.setattr(passes, "update_in_place", seen)  # the same, and looks at the graph
     model = made(BLOCKS["inverted residual"]()).train()
     other = copy.deepcopy(model)
     found = []
