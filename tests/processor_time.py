@@ -1,8 +1,7 @@
 """Budgets of processor time: a folder of tests takes no longer than it is allowed to.
 
 Time is counted in turns of a fixed loop, which each process times again and again: on a slower
-machine, or beside other work, both take longer. What a test's processes took counts when they have
-ended. Folders of which a run has all fast tests, all slow ones, or both, are held to their budgets.
+machine, or beside other work, both take longer. The processes of a test count when they have ended. Folders of which a run has all fast tests, all slow ones, or both, are held to their budgets.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Watch:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now = used_s()
-        # What all tests share ends after the last one, and is nobody's.
+        # Fixtures of the whole run end after the last test, and are no test's.
         if not (self._is_last and call.when == "teardown"):
             report.user_properties.append((_TOLD, (now - self._before) / self._turn_s))
         self._before = now

@@ -87,7 +87,8 @@ ONCE = [n for n in AFTER if f"{n} in place" not in AFTER]
 
 
 @pytest.mark.parametrize(("name", "inductor"), [
-    *((name, False) for name in ONCE), ("add, silu in place", True),
+    *((name, False) for name in ONCE),
+    pytest.param("add, silu in place", True, marks=pytest.mark.slow(reason="C++ is compiled")),
 ])  # fmt: skip
 def test_a_step_is_what_pytorch_computes(
     name: str, inductor: bool, served: list[BatchNorm]

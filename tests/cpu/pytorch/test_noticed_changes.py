@@ -23,7 +23,7 @@ def predictor(model_folder, monkeypatch) -> Predictor:
     model = load_model(model_folder)
     versions = {"driver": ["580.1"], "cudnn": [cudnn_version() or "none"]}
     model = replace(model, card=replace(model.card, measured_with=versions))
-    monkeypatch.setattr(choosing, "_predictors", {})  # what the process chose by before
+    monkeypatch.setattr(choosing, "_predictors", {})  # the choices of other tests
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)  # there is no GPU
     return Predictor({"h100": model})
 

@@ -62,7 +62,7 @@ def serving(models: Models, *options: str, **environment: str) -> Iterator[Serve
         yield server
 
 
-#: Of the pins of the shared server.
+#: Pins, of which there are none.
 NONE = '{"format": "confpred-pins/1", "pins": []}'
 CRASHING = """
 import os, signal, sys
