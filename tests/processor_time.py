@@ -1,7 +1,8 @@
 """Budgets of processor time: a folder of tests takes no longer than it is allowed to.
 
 Time is counted in turns of a fixed loop, which each process times again and again: on a slower
-machine, or beside other work, both take longer. The processes of a test count when they have ended. Folders of which a run has all fast tests, all slow ones, or both, are held to their budgets.
+machine, or beside other work, both take longer. The processes of a test count when they have ended.
+Folders of which a run has all fast tests, all slow ones, or both, are held to their budgets.
 """
 
 from __future__ import annotations
