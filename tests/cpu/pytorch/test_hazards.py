@@ -85,18 +85,12 @@ def _results(model: nn.Module, inputs: tuple[Tensor, ...], gradients: bool) -> l
 MAKES = {
     "zeros": lambda m, x: torch.cat([x, torch.zeros((x.shape[0], 3, *x.shape[2:]))], 0),
     "full of a value": lambda m, x: x + torch.full((1,), x.mean().item()),
-    "as_tensor": lambda m, x: x + torch.as_tensor(x),
     "tensor": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),
-    "ones_like": lambda m, x: x + torch.ones_like(x),
-    "linspace": lambda m, x: x + torch.linspace(0, 1, x.shape[-1], dtype=x.dtype, device=x.device),
     "autocast off": lambda m, x: _with(torch.autocast("cpu", enabled=False), lambda: x @ x.mT @ x),
     "no_grad": lambda m, x: x + _with(torch.no_grad(), lambda: m.norm.weight.sum() * x),
-    "enable_grad": lambda m, x: x + _with(torch.enable_grad(), lambda: m.norm.weight.sum() * x),
     "asks for autocast": lambda m, x: x * (2 if torch.is_autocast_enabled("cpu") else 1),
     "asks for gradients": lambda m, x: x * (2 if torch.is_grad_enabled() else 1),
     "asks for the dtype": lambda m, x: x if x.dtype is torch.float32 else x * 2,
-    "asks for an attribute": lambda m, x: x * (2 if hasattr(x, "shape") else 1),
-    "asks for the device": lambda m, x: x * len(str(x.device)),
     "asks for a size": lambda m, x: x * (2 if x.shape[0] > 2 else 1),
     "in place": lambda m, x: (x + 1).mul_(2).add_(x),
     "into a slice": lambda m, x: _filled(x.clone()),
@@ -104,11 +98,8 @@ MAKES = {
     "a negative view": lambda m, x: torch._neg_view(x),
     "a gap": lambda m, x: torch.cat([x, x], 1)[:, ::2],
     "expanded": lambda m, x: x[:1].expand(3, -1, -1, -1),
-    "offset": lambda m, x: torch.cat([x, x], 3)[..., 1:-3],
-    "one row": lambda m, x: x[:, :, :1],
     "one pixel": lambda m, x: x[:, :, :1, :1],
     "no image": lambda m, x: x[:0],
-    "one image": lambda m, x: x[:1],
     "transposed": lambda m, x: x.mT,
     "float64 inside": lambda m, x: F.conv2d(x.double(), m.conv.weight.double()[:3]).float(),
     "random numbers of Python": lambda m, x: x * (1 + random.random()),
@@ -158,12 +149,10 @@ class Doubled(nn.Module):
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a number": lambda m: setattr(m, "scale", 3.5),
-    "a whole number": lambda m: setattr(m, "scale", 3),
     "a tensor for a number": lambda m: setattr(m, "scale", torch.tensor(1.5)),
     "a function": lambda m: setattr(m, "function", lambda model, x: x * 2),
     "the forward": lambda m: setattr(m, "forward", lambda x: m.last(m.conv(x)).sin()),
     "a hook": lambda m: m.conv.register_forward_hook(lambda _, __, out: out * 2),
-    "a hook before": lambda m: m.norm.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
     "a hook of the root": lambda m: m.register_forward_hook(lambda _, __, out: out - 1),
     "a layer": lambda m: setattr(m, "conv", nn.Conv2d(3, 4, 1, bias=False).requires_grad_(False)),
     "a norm by nothing": lambda m: setattr(m, "norm", nn.Identity()),
@@ -172,7 +161,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "stride": lambda m: setattr(m.last, "stride", (2, 2)),
     "data": lambda m: m.conv.weight.data.mul_(2),
     "data of a norm": lambda m: m.norm.running_var.data.add_(1),
-    "data, another": lambda m: setattr(m.last.weight, "data", m.last.weight.data * 2),
     "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
     "swap_tensors": lambda m: _swapped(m.conv.weight),
     "train": lambda m: m.train(),
@@ -278,15 +266,11 @@ def test_meta_tensors_are_pytorchs() -> None:
 
 #: Programs of half a second and less, which the fast tests run too.
 FAST = (
-    "a_graph_retained", "checkpointing_inside_the_forward", "copies_live_alone",
-    "evaluation_without_no_grad", "exported", "gradients_of_gradients", "hooks_on_saved_tensors",
-    "hooks_on_what_is_inside", "mixed_dtypes_into_conv2d", "parameters_exchanged",
-    "parameters_of_a_functional_call", "reverted_at_any_time", "states_loaded",
-    "subclasses_of_tensors", "traced_by_jit", "weights_and_statistics_copied_to",
-    "weights_written_through_data", "an_average_of_weights_swapped_in_and_out",
-    "an_optimizer_that_has_state_already", "an_optimizer_with_fused", "control_flow_operators",
-    "gradients_viewed_flat", "methods_of_a_class_replaced", "one_norm_for_several_tensors",
-    "one_value_a_channel", "operators_that_read_memory_in_order",
+    "a_graph_retained", "checkpointing_inside_the_forward", "exported", "gradients_of_gradients",
+    "hooks_on_saved_tensors", "mixed_dtypes_into_conv2d", "parameters_of_a_functional_call",
+    "reverted_at_any_time", "subclasses_of_tensors", "an_optimizer_that_has_state_already",
+    "control_flow_operators", "gradients_viewed_flat", "methods_of_a_class_replaced",
+    "one_norm_for_several_tensors", "one_value_a_channel", "operators_that_read_memory_in_order",
 )  # fmt: skip
 ON_THE_CPU = [name for name, found in HAZARDS.items() if not found.needs_gpu]
 
@@ -303,10 +287,8 @@ def test_a_program_computes_the_same(captured, name: str) -> None:
 
 @pytest.mark.slow(reason="Inductor compiles programs in C++; all hazards are for a GPU")
 @pytest.mark.parametrize("name", [
-    "a_model_that_writes_its_input", "batches_of_none_and_one", "dropout_draws_anew",
-    "negative_and_conjugate_views_into_models", "parameters_swapped",
+    "a_model_that_writes_its_input", "batches_of_none_and_one",
     "training_and_inference_in_turns", "views_with_odd_memory_into_models",
-    "weights_written_through_data",
 ])  # fmt: skip
 def test_a_program_computes_the_same_with_inductor(name: str) -> None:
     compare(HAZARDS[name], "cpu", inductor=True)
