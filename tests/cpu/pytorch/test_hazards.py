@@ -9,7 +9,6 @@ import copy
 import os
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from slow import slow_but
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
 
 import confpred
@@ -83,26 +81,11 @@ def _results(model: nn.Module, inputs: tuple[Tensor, ...], gradients: bool) -> l
 
 
 MAKES = {
-    "zeros": lambda m, x: torch.cat([x, torch.zeros((x.shape[0], 3, *x.shape[2:]))], 0),
-    "full of a value": lambda m, x: x + torch.full((1,), x.mean().item()),
     "tensor": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),
-    "autocast off": lambda m, x: _with(torch.autocast("cpu", enabled=False), lambda: x @ x.mT @ x),
-    "no_grad": lambda m, x: x + _with(torch.no_grad(), lambda: m.norm.weight.sum() * x),
-    "asks for autocast": lambda m, x: x * (2 if torch.is_autocast_enabled("cpu") else 1),
-    "asks for gradients": lambda m, x: x * (2 if torch.is_grad_enabled() else 1),
-    "asks for the dtype": lambda m, x: x if x.dtype is torch.float32 else x * 2,
-    "asks for a size": lambda m, x: x * (2 if x.shape[0] > 2 else 1),
-    "in place": lambda m, x: (x + 1).mul_(2).add_(x),
     "into a slice": lambda m, x: _filled(x.clone()),
-    "a conjugate view": lambda m, x: torch.complex(x, x).conj().imag,
-    "a negative view": lambda m, x: torch._neg_view(x),
-    "a gap": lambda m, x: torch.cat([x, x], 1)[:, ::2],
-    "expanded": lambda m, x: x[:1].expand(3, -1, -1, -1),
     "one pixel": lambda m, x: x[:, :, :1, :1],
-    "no image": lambda m, x: x[:0],
     "transposed": lambda m, x: x.mT,
     "float64 inside": lambda m, x: F.conv2d(x.double(), m.conv.weight.double()[:3]).float(),
-    "random numbers of Python": lambda m, x: x * (1 + random.random()),
     "random numbers": lambda m, x: F.dropout(x + torch.rand_like(x), 0.5),
 }  # fmt: skip
 
@@ -112,11 +95,6 @@ def _filled(x: Tensor) -> Tensor:
     return x
 
 
-def _with(context: Any, function: Callable[[], Tensor]) -> Tensor:
-    with context:
-        return function()
-
-
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.parametrize("training", [False, True])
 def test_what_a_forward_does(kind: str, training: bool) -> None:
@@ -124,8 +102,7 @@ def test_what_a_forward_does(kind: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("function", [
-    lambda m, x: x.mul_(2), lambda m, x: x.add_(m.scale), lambda m, x: _filled(x),
-    lambda m, x: F.relu(x, inplace=True),
+    lambda m, x: x.add_(m.scale), lambda m, x: _filled(x), lambda m, x: F.relu(x, inplace=True),
 ])  # fmt: skip
 def test_what_a_forward_writes_to_its_input(function: Any) -> None:
     ours, plain = both(net(function))
@@ -133,70 +110,19 @@ def test_what_a_forward_writes_to_its_input(function: Any) -> None:
         same(ours, plain, image())
 
 
-def _swapped(weight: Tensor) -> None:
-    """Double a weight by `swap_tensors`, which PyTorch before 2.13 refuses once it is captured."""
-    double = nn.Parameter(weight.detach() * 2)
-    with suppress(RuntimeError):
-        torch.utils.swap_tensors(weight, double)
-        return
-    weight.data = double.data
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 2
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a number": lambda m: setattr(m, "scale", 3.5),
-    "a tensor for a number": lambda m: setattr(m, "scale", torch.tensor(1.5)),
-    "a function": lambda m: setattr(m, "function", lambda model, x: x * 2),
-    "the forward": lambda m: setattr(m, "forward", lambda x: m.last(m.conv(x)).sin()),
-    "a hook": lambda m: m.conv.register_forward_hook(lambda _, __, out: out * 2),
-    "a hook of the root": lambda m: m.register_forward_hook(lambda _, __, out: out - 1),
-    "a layer": lambda m: setattr(m, "conv", nn.Conv2d(3, 4, 1, bias=False).requires_grad_(False)),
-    "a norm by nothing": lambda m: setattr(m, "norm", nn.Identity()),
-    "eps": lambda m: setattr(m.norm, "eps", 0.5),
-    "momentum": lambda m: setattr(m.norm, "momentum", 0.9),
-    "stride": lambda m: setattr(m.last, "stride", (2, 2)),
-    "data": lambda m: m.conv.weight.data.mul_(2),
-    "data of a norm": lambda m: m.norm.running_var.data.add_(1),
-    "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
-    "swap_tensors": lambda m: _swapped(m.conv.weight),
-    "train": lambda m: m.train(),
-    "train and eval": lambda m: (m.train(), m(image()), m.eval()),
-    "a norm in training": lambda m: m.norm.train(),
-    "float64": lambda m: m.double().float(),
-    "frozen": lambda m: m.conv.requires_grad_(False),
-    "parametrised": lambda m: parametrize.register_parametrization(m.conv, "weight", Doubled()),
-}
-#: Changes that inference does not show, or not all of.
-OF_TRAINING = ("momentum", "train", "train and eval", "a norm in training", "frozen", "eps", "data")
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_change_between_calls_goes_unseen(change: str) -> None:
-    ours, plain = both(net())
-    gradients = change in OF_TRAINING
-
-    def result() -> Tensor:
-        same(ours, plain, image(), gradients=gradients)
-        with torch.set_grad_enabled(gradients):
-            found, _ = ours(image()), plain(image())
-        return found.detach()
-
-    before = result()
+@pytest.mark.parametrize("change", [
+    lambda m: setattr(m.norm, "eps", 0.5), lambda m: setattr(m.norm, "momentum", 0.9),
+    lambda m: setattr(m.last, "stride", (2, 2)), lambda m: m.norm.running_var.data.add_(1),
+])  # fmt: skip
+def test_no_change_of_a_layer_goes_unseen(change: Callable[[Any], Any]) -> None:
+    ours, plain = both(net(training=True))
+    same(ours, plain, image(), gradients=True)
     for model in (ours, plain):
-        torch.manual_seed(4)
-        CHANGES[change](model)
-    after = result()
-    if change not in ("momentum", "float64", "frozen"):
-        assert after.shape != before.shape or not torch.allclose(after, before, rtol=1e-3)
-    confpred.revert(ours)
-    result()
+        change(model)
+    same(ours, plain, image(), gradients=True)
 
 
-@pytest.mark.parametrize("frozen", ["conv", "norm", "last", "conv.weight", "conv.bias"])
+@pytest.mark.parametrize("frozen", ["conv", "norm"])
 def test_mixed_needs_of_gradients(frozen: str) -> None:
     model = net(training=True)
     for name, parameter in model.named_parameters():
@@ -235,37 +161,17 @@ def test_a_fork_after_use_computes() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_transforms_of_torch_func() -> None:
-    ours, plain = both(net())
-    parameters = {n: p.detach() for n, p in plain.named_parameters()}
-    buffers, x = dict(plain.named_buffers()), image()
-
-    def loss(model: nn.Module) -> Callable[..., Tensor]:
-        return lambda p: torch.func.functional_call(model, (p, buffers), (x,)).square().sum()
-
-    found, expected = (torch.func.grad(loss(m))(parameters) for m in (ours, plain))
-    torch.testing.assert_close(found, expected)
-    many = torch.stack([x, x * 2])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(ours)(many), torch.func.vmap(plain)(many))
-
-
-@pytest.mark.parametrize("wrap", [parametrizations.orthogonal, parametrizations.spectral_norm])
-def test_parametrised_layers(wrap: Any) -> None:
-    model = net()
-    wrap(model.conv)
-    ours, plain = both(model.eval())
-    for _ in range(2):
-        same(ours, plain, image())
-
-
 def test_meta_tensors_are_pytorchs() -> None:
     model = net().to("meta")
     assert confpred.optimize(model)(image().to("meta")).device.type == "meta"
 
 
-#: Programs of half a second and less, which the fast tests run too.
+#: Programs of a second or two, which the fast tests run too.
 FAST = (
+    "a_forward_that_asks_for_modes", "batches_of_none_and_one", "forwards_replaced_later",
+    "classes_and_submodules_swapped_later", "hooks_added_and_removed_later",
+    "modes_turned_at_any_time", "numbers_flags_and_texts_changed_later", "states_loaded",
+    "tensors_made_from_values", "transforms_of_functions", "weights_written_through_data",
     "a_graph_retained", "checkpointing_inside_the_forward", "exported", "gradients_of_gradients",
     "hooks_on_saved_tensors", "mixed_dtypes_into_conv2d", "parameters_of_a_functional_call",
     "reverted_at_any_time", "subclasses_of_tensors", "an_optimizer_that_has_state_already",
