@@ -37,6 +37,10 @@ def turn_s() -> float:
     return used_s() - start
 
 
+def is_over(took: int, most: int | None) -> bool:
+    return most is not None and took > most
+
+
 class Watch:
     """A plugin that counts what each test takes, where it runs, and adds up where all are told."""
 
@@ -76,22 +80,25 @@ class Watch:
         chosen = option.keyword or option.deselect or getattr(option, "lf", False)
         return not chosen and any(each in (path, *path.parents) for each in given)
 
-    def found(self) -> list[tuple[str, int, int]]:
-        """Return the folders that are held to their budgets, what they took, and the most."""
-        kinds, found = _KINDS.get(self._config.option.markexpr, ()), []
-        for folder, budgets in BUDGETS.items():
-            most = sum(budgets[kind] for kind in kinds)
-            if most and self._is_whole(folder):
-                found.append((folder, round(self._spent[folder]), most))
+    def found(self) -> list[tuple[str, int, int | None]]:
+        """Return the folders that ran whole, what each took, and its budget, if it has one."""
+        kinds = _KINDS.get(self._config.option.markexpr)
+        if kinds is None:
+            return []
+        found: list[tuple[str, int, int | None]] = []
+        for folder in filter(self._is_whole, sorted(self._spent)):
+            budgets = BUDGETS.get(folder)
+            most = None if budgets is None else sum(budgets[kind] for kind in kinds)
+            found.append((folder, round(self._spent[folder]), most))
         return found
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(self._config, "workerinput")
-        if not is_worker and any(took > most for _, took, most in self.found()):
+        if not is_worker and any(is_over(took, most) for _, took, most in self.found()):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for folder, took, most in self.found():
-            words = f"{folder} took {took} turns of processor time, of {most}"
-            is_over = took > most
-            terminalreporter.write_line(words + ": over the budget" * is_over, red=is_over)
+            words = f"{folder} took {took} turns of processor time, of {'no budget' if most is None else most}"
+            over = is_over(took, most)
+            terminalreporter.write_line(words + ": over the budget" * over, red=over)
