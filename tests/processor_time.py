@@ -99,6 +99,6 @@ class Watch:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for folder, took, most in self.found():
-            words = f"{folder} took {took} turns of processor time, of {'no budget' if most is None else most}"
-            over = is_over(took, most)
+            budget, over = "no budget" if most is None else str(most), is_over(took, most)
+            words = f"{folder} took {took} turns of processor time, of {budget}"
             terminalreporter.write_line(words + ": over the budget" * over, red=over)
