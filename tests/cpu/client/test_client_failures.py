@@ -208,6 +208,7 @@ def test_an_answer_is_kept_for_a_while_only(local: Predictor) -> None:
         assert len(server.seen) == 2
 
 
+@pytest.mark.slow(reason="two servers start")
 def test_a_server_that_is_restarted_with_another_model_is_noticed(
     local: Predictor, model_folder: Path, tmp_path: Path
 ) -> None:
