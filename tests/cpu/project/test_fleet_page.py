@@ -38,6 +38,7 @@ def test_the_page_is_short_and_each_block_is_run_here() -> None:
     assert set(BLOCKS) == {f"run: {mark}" for mark in marks}
 
 
+@pytest.mark.slow(reason="a suite is planned in five processes")
 def test_parts_share_the_problems(folder: Path) -> None:
     whole = "confpred sample --suite datasets/suites/smoke.json --out runs/all --plan h200"
     (every,) = problems(said(run(whole, folder)))
