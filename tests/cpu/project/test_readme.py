@@ -198,11 +198,13 @@ def test_every_block_of_code_is_handled() -> None:
     assert [block for block in BLOCKS if block.language == "text" and block.mark] == []
 
 
-@pytest.mark.parametrize(
-    "block",
-    [block for block in BLOCKS if block.mark],
-    ids=[f"{block.language}-{index}" for index, block in enumerate(BLOCKS) if block.mark],
-)
+LONG = [pytest.mark.slow(reason="models are trained and judged")]
+
+
+@pytest.mark.parametrize("block", [
+    pytest.param(block, id=block.mark, marks=LONG if block.mark == "run: retrain" else ())
+    for block in BLOCKS if block.mark
+])  # fmt: skip
 def test_a_block_of_code_runs(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     HANDLERS[block.mark](block, request, tmp_path)
 
