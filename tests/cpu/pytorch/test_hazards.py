@@ -168,10 +168,10 @@ def test_meta_tensors_are_pytorchs() -> None:
 
 #: Programs of a second or two, which the fast tests run too.
 FAST = (
-    "batches_of_none_and_one", "forwards_replaced_later",
-    "classes_and_submodules_swapped_later", "hooks_added_and_removed_later",
-    "states_loaded", "tensors_made_from_values", "transforms_of_functions", "weights_written_through_data",
-    "checkpointing_inside_the_forward", "exported", "gradients_of_gradients",
+    "batches_of_none_and_one", "checkpointing_inside_the_forward", "exported",
+    "classes_and_submodules_swapped_later", "forwards_replaced_later", "gradients_of_gradients",
+    "hooks_added_and_removed_later", "states_loaded", "tensors_made_from_values",
+    "transforms_of_functions", "weights_written_through_data",
     "hooks_on_saved_tensors", "mixed_dtypes_into_conv2d", "parameters_of_a_functional_call",
     "reverted_at_any_time", "subclasses_of_tensors", "an_optimizer_that_has_state_already",
     "control_flow_operators", "gradients_viewed_flat", "methods_of_a_class_replaced",
