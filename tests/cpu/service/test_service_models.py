@@ -103,7 +103,7 @@ def running_shared(tmp_path_factory: pytest.TempPathFactory, repository: Path) -
 @pytest.fixture
 def shared(running_shared: Shared) -> Shared:
     """Return it with nothing but a new version ``a``."""
-    shutil.rmtree(running_shared.models.folder)
+    shutil.rmtree(running_shared.models.folder, ignore_errors=True)  # which a test removes
     running_shared.models.folder.mkdir()
     running_shared.pins.write_text(NONE)
     running_shared.digest = running_shared.models.add("a")
