@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_the_documented_commands_work(server: Server) -> None:
 def test_stopping_finishes_what_is_under_way(tmp_path: Path, sign: signal.Signals) -> None:
     with running(tmp_path) as server, ThreadPoolExecutor() as pool:
         batch = pool.submit(server.predict, LONG)
-        time.sleep(0.3)
+        eventually(lambda: server.metric("confpred_queued_requests") == 1)
         server.process.send_signal(sign)
         reply = batch.result()
         assert reply.status_code == 200
