@@ -43,7 +43,7 @@ define run_tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(1) tests/cpu tests/browser
 endef
 
-fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test
+fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test-slow
 	CONFPRED_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/cpu/service/test_service_schemathesis.py
 
 faults: $(READY)  ## plant each fault of tests/faults in a copy, and see that the fast tests notice; a quarter of an hour

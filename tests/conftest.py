@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import processor_time
 import pytest
 from hypothesis import settings
 
@@ -14,6 +15,10 @@ from hypothesis import settings
 settings.register_profile("project", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("project")
 pytest.register_assert_rewrite("hazards")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(processor_time.Watch(config))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import synthetic
@@ -11,6 +12,9 @@ from shared import once_a_run
 
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
+
+if TYPE_CHECKING:
+    from served import Server
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +46,15 @@ def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -
         train(data, folder / "made-up-1", exclude=["net0"], hyper=synthetic.SMALL)
 
     return once_a_run(tmp_path_factory, "model", fit) / "made-up-1"
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server without options, which many tests ask, and which counts and logs for all."""
+    from served import running
+
+    with running(tmp_path_factory.mktemp("plain-server")) as server:
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

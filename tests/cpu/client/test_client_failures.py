@@ -137,7 +137,7 @@ def test_the_predictor_of_this_process_answers_instead(
 def test_a_dead_server_is_left_alone_and_found_again(
     local: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "FIRST_OPEN_S", 2.0)
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 2.0)  # long enough to be seen on a busy machine
     silent = ToldServer(local, Answer(before_s=30))
     with silent, Client(silent.url, timeout_s=0.2, retries=0, kept=0) as client:
         for _ in range(clients.FAILURES):
@@ -164,7 +164,7 @@ def test_a_dead_server_is_left_alone_and_found_again(
 
 
 def test_after_a_rest_one_call_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.01)
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.01)  # a shorter rest
     broken = clients.Circuit()
     first, second = object(), object()
     for _ in range(clients.FAILURES):
@@ -208,6 +208,7 @@ def test_an_answer_is_kept_for_a_while_only(local: Predictor) -> None:
         assert len(server.seen) == 2
 
 
+@pytest.mark.slow(reason="two servers start")
 def test_a_server_that_is_restarted_with_another_model_is_noticed(
     local: Predictor, model_folder: Path, tmp_path: Path
 ) -> None:

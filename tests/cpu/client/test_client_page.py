@@ -7,11 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import running
+from served import Server
 
 from confpred.client import AsyncClient, Client, served
 
@@ -25,18 +24,12 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("server")) as server:
-        yield server.url
-
-
 @pytest.mark.parametrize(("mark", "text"), BLOCKS, ids=range(len(BLOCKS)))
-def test_the_blocks_run(mark: str, text: str, url: str, tmp_path: Path) -> None:
+def test_the_blocks_run(mark: str, text: str, plain_server: Server, tmp_path: Path) -> None:
     assert mark.startswith("run")
     assert "http://127.0.0.1:8000" in text
     done = subprocess.run(
-        [sys.executable, "-c", text.replace("http://127.0.0.1:8000", url)],
+        [sys.executable, "-c", text.replace("http://127.0.0.1:8000", plain_server.url)],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if not name.startswith("CONFPRED")},
         capture_output=True,

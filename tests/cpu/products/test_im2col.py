@@ -53,7 +53,7 @@ def random_problem(rng: random.Random, direction: str) -> Problem:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
 def test_random_configs_are_correct(direction: str, seed: int) -> None:
     rng = random.Random(f"{direction} {seed}")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import json, sys
 from dataclasses import replace
@@ -72,6 +74,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow(reason="a model is trained")
 def test_a_model_of_chains_is_trained_and_chooses(repository: Path, tmp_path: Path) -> None:
     suite = repository / "datasets" / "suites" / "linear_chains.json"
     done = subprocess.run(

@@ -67,7 +67,7 @@ def test_a_chain_moves_its_parameters_and_ends() -> None:
     assert np.isfinite(features).all()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_pytorchs_own_is_right(seed: int) -> None:
     problem = random_chain(random.Random(seed))
     inputs = chain_inputs(problem, seed)
@@ -75,7 +75,7 @@ def test_pytorchs_own_is_right(seed: int) -> None:
     assert error(found, expected(problem, inputs)) <= 2 * ordinary_error(problem)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_reference_is_right(seed: int) -> None:
     """It is what a GPU's answers are checked against; here it is interpreted, in float32."""
     rng = random.Random(seed)
@@ -101,7 +101,7 @@ def test_made_up_weights_neither_grow_nor_shrink_what_passes() -> None:
     assert 0.1 < float(out.norm() / inputs["in"].norm()) < 10
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_fused_epilogue_is_right(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_chain(rng, activation=rng.choice(("none", "relu")), bias=True)

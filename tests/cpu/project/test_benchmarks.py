@@ -134,20 +134,6 @@ def test_a_share_of_layers_holds_the_smaller_ones(measurements):
         assert {id(e) for e in fewer} <= {id(e) for e in more}
 
 
-@pytest.mark.slow(reason="folds are trained for each share of the layers")
-def test_a_device_is_learned_from_another(measurements):
-    """A source device equal to the target knows everything: no problem of the target is needed."""
-    dataset = read_dataset([measurements])
-    found = transfer.curve(dataset, dataset, (0.0, 1.0), folds=2, draws=1, seed=0)
-    assert (found["families"], found["distance"]) == (["grouped_fprop"], 0.0)
-    rows = {(row["share"], row["learned_from"]): row for row in found["curve"]}
-    assert set(rows) == {(0.0, "both devices"), (1.0, "both devices"), (1.0, "alone")}
-    assert rows[0.0, "both devices"]["rows"] == 0
-    assert rows[1.0, "alone"]["rows"] > 100
-    assert rows[0.0, "both devices"]["geomean"] == rows[1.0, "alone"]["geomean"]
-    assert 1 <= rows[1.0, "alone"]["top8"] <= rows[1.0, "alone"]["geomean"] < 1.5
-
-
 def test_a_whole_model_is_judged_elsewhere(measurements, model_folder, tmp_path):
     giver = read_dataset([measurements])
     asker = replace(giver, device=get_device("h200"), others=(giver,))

@@ -1,4 +1,4 @@
-"""The demo from its first line to its last: as it is, and on few and made-up measurements."""
+"""The demo from its first line to its last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import synthetic
 
 #: Seconds: of processor time in all, and without a line where nothing else uses the processors,
 #: which is as long as a fold takes that grows 900 trees a family.
@@ -24,16 +23,12 @@ IMPORTS, IMPORTS_S = "import lightgbm, pyarrow.parquet, sklearn.model_selection"
 #: How many times as long both may be beside another test: two hardware threads share a core.
 BESIDE = 1.75 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 
-#: The demo with the constants of the words that follow, as on a machine without a GPU.
+#: The demo as on a machine without a GPU.
 PROGRAM = """
 import sys
-from pathlib import Path
 sys.path.insert(0, "examples")
 import demo
 demo.device_count = lambda: 0
-for word in sys.argv[1:]:
-    name, _, value = word.partition("=")
-    setattr(demo, name, type(getattr(demo, name))(value))
 demo.FAMILIES = {families}
 demo.main()
 """
@@ -55,14 +50,13 @@ class Told:
     processor: float
 
 
-def run(repository: Path, families: Sequence[str], **constants: object) -> Told:
-    """Run the demo with some of its constants changed; it has to succeed."""
-    words = [f"{name}={value}" for name, value in constants.items()]
+def run(repository: Path, families: Sequence[str]) -> Told:
+    """Run the demo with some of its families; it has to succeed."""
     program = PROGRAM.format(families=tuple(families))
     before, began = _processor_s(), time.monotonic()
     lines, times = [], [began]
     with subprocess.Popen(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", program],
         cwd=repository,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -116,22 +110,6 @@ def check(told: Told) -> None:
     assert max(map(len, summary[1:])) <= 100
     first = [line.split()[0] for line in summary[1:7]]
     assert first == ["Retrained", "Judged", "Predicted", "Asked", "GPU", "Next:"]
-
-
-def test_the_demo_on_made_up_measurements(
-    repository: Path, few_measurements: Path, model_folder: Path, tmp_path: Path
-) -> None:
-    """The model was trained without the network that it is judged by here."""
-    told = run(
-        repository,
-        [synthetic.FAMILY.name],
-        DATA=few_measurements,
-        HOLDOUT=synthetic.write_holdout(tmp_path / "held.parquet", "net0"),
-        SHIPPED=model_folder,
-        NETWORK="net0",
-    )
-    check(told)
-    assert f"Judged     {model_folder.name}: regret 1." in "\n".join(summary_of(told))
 
 
 @pytest.mark.timeout(600)

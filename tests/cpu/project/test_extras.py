@@ -60,6 +60,7 @@ def installed(repository: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow(reason="pip builds the metadata of a copy of the repository")
 def test_in_a_clone_the_clone_is_installed_again(sources: Path) -> None:
     """Dry."""
     command = command_in(sources, "train")

@@ -70,92 +70,6 @@ def test_a_ratio_is_of_times_of_one_round() -> None:
 # Processes
 
 
-@pytest.fixture
-def steps_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return what puts a program in the place of the one that measures."""
-
-    def put(text: str) -> None:
-        (tmp_path / "network_steps.py").write_text(text)
-        monkeypatch.setattr(networks, "STEPS", (sys.executable, str(tmp_path / "network_steps.py")))
-
-    return put
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("raise ValueError('why')", "exit 1: ValueError: why"),
-        ("import os; os.kill(os.getpid(), 11)", "exit -11: no message"),
-    ],
-)
-def test_a_process_that_fails_is_an_error_of_every_way(
-    steps_are: Callable[[str], None], text: str, told: str
-) -> None:
-    steps_are(text)
-    ways = ["eager", "optimize"]
-    task = {"network": "net", "mode": "training", "batch": 1, "ways": ways}
-    rows = networks.rows_of(task, *networks.Started(task, False).finish(60))
-    assert [(row["way"], row["error"]) for row in rows] == [("eager", told), ("optimize", told)]
-
-
-def test_a_process_is_stopped_when_its_time_is_over(steps_are: Callable[[str], None]) -> None:
-    steps_are("import time; time.sleep(60)")
-    assert networks.Started({}, False).finish(0.5) == (None, "stopped for want of time")
-
-
-def test_a_cold_process_has_empty_caches(
-    steps_are: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps_are("import json, os, sys; open(sys.argv[2], 'w').write(json.dumps(dict(os.environ)))")
-    monkeypatch.setenv("CONFPRED_CACHE_DIR", "mine")
-    names = ("CONFPRED_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    warm, cold = (networks.Started({}, is_cold).finish(60)[0] for is_cold in (False, True))
-    assert warm["CONFPRED_CACHE_DIR"] == "mine"
-    assert not any(Path(cold[name]).exists() for name in names)
-
-
-def _measured(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[dict[str, Any]]:
-    """Return the tasks of a run with these words, of which each succeeds."""
-    tasks: list[dict[str, Any]] = []
-
-    class Started:
-        def __init__(self, task: dict[str, Any], cold: bool) -> None:
-            self.task = task
-
-        def finish(self, seconds: float) -> tuple[Any, str]:
-            if seconds > 0:
-                tasks.append(self.task)
-            return {way: {"ms": 1.0} for way in self.task["ways"]}, ""
-
-    monkeypatch.setattr(networks, "Started", Started)
-    monkeypatch.setattr(networks, "provenance", lambda *_, gpu: FACTS)
-    networks.measure(networks.parsed(words))
-    return tasks
-
-
-def test_a_run_goes_on_with_what_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--networks", "resnet18", "--ways", "eager,freeze", "--out", str(tmp_path)]
-    (task,) = _measured(monkeypatch, [*words, "--modes", "inference", "--batches", "1"])
-    assert task["ways"] == ["eager", "freeze"]
-    more = _measured(monkeypatch, [*words, "--batches", "1,16", "--resume"])
-    shown = [(task["mode"], task["batch"], task["ways"]) for task in more]
-    assert shown == [
-        ("training", 1, ["eager"]), ("inference", 16, ["eager", "freeze"]),
-        ("training", 16, ["eager"]),
-    ]  # fmt: skip
-    assert len(json.loads((tmp_path / "networks.json").read_text())["rows"]) == 6
-    assert _measured(monkeypatch, [*words, "--budget", "1"]) == []
-
-
-def test_cold_first_steps_are_a_result_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _measured(monkeypatch, ["--cold", "--networks", "resnet18", "--out", str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["networks_cold.json"]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -196,7 +110,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             found = own("eager", base, *given)
             return change(*found) if name == way else found
 
-        monkeypatch.setattr(steps, "started", changed)
+        monkeypatch.setattr(steps, "started", changed)  # one way of several is changed
         task = {"ways": ["eager", way, *others], "rounds": 1, "turn_s": 0.001}
         return steps.measure(_conv(), _setting(), task)
 
@@ -266,11 +180,10 @@ def _result() -> dict[str, Any]:
     rows = []
     for network, over in (("a", 2.0), ("b", 8.0)):
         rows += [
-            _row(network, "eager", 1.0, ms=10.0, graph_ms=5.0, first_s=1.0, peak_mb=100.0),
+            _row(network, "eager", 1.0, ms=10.0, graph_ms=5.0),
             _row(network, "again", over / 2),
-            _row(network, "optimize", over, first_s=9.0)
-            | {"graph_over_eager": 1.5, "graph_over_compile": 1.2},
-            _row(network, "compile", 1.5, graph_over_compile=1.0, first_s=60.0, peak_mb=80.0),
+            _row(network, "optimize", over, graph_over_eager=1.5, graph_over_compile=1.2),
+            _row(network, "compile", 1.5, graph_over_compile=1.0),
             _row(network, "reduce-overhead", error="OutOfMemoryError: no"),
         ]
     rows += [_row("a", "eager", 1.0, mode="inference", batch=batch, ms=1.0) for batch in (1, 16)]
@@ -292,25 +205,6 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
     ]
 
 
-def test_each_network_has_its_figures_or_its_errors() -> None:
-    assert _lines("networks-each", _result()) == [
-        "| a | error | 2.00x, 1.50x | 3.00x |",
-        "| b |  | 8.00x, 1.50x |  |",
-    ]
-    assert _lines("networks-each", {"rows": []}) == []
-
-
-def test_a_part_is_shown_by_what_a_step_takes_without_it() -> None:
-    rows = [
-        _row(network, way, graph_ms=ms)
-        for network, times in (("a", (10.0, 12.0)), ("b", (10.0, 27.0)), ("c", (4.0, None)))
-        for way, ms in zip(("optimize", "without norms"), times, strict=True)
-    ]
-    assert _lines("networks-parts", {"rows": rows}) == [
-        "| batch norm by confpred | training, 32 | 2 | 1.800x | 1.200x | 2.700x |"
-    ]
-
-
 @pytest.mark.slow(reason="a network is captured in training")
 def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     """cuDNN's algorithms are nothing to it: eager twice is the same there, to the bit."""
@@ -324,20 +218,6 @@ def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: 
     assert row["distances"]["deterministic"] == 0.0
     assert row["distances"]["optimize"] < 0.05
     assert all(len(run) == 3 for run in row["losses"].values())
-
-
-def test_first_steps_are_cold_and_warm_and_memory_is_beside_eager() -> None:
-    cold = {"rows": [_row("a", "optimize", first_s=20.0)]}
-    shown = _lines("networks-costs", _result(), cold)
-    assert shown == ["| training | 1.0 | 20.0 | 9.0 | 60.0 | 0.80x, 0.80x |"]
-    assert _lines("networks-costs", None, cold) == ["| training | 20.0 |"]
-
-
-def test_captured_networks_are_counted_and_the_wrong_ones_named() -> None:
-    counts = {"networks": 2, "compared": 2, "right": 1, "captured": {"whole": 1, "-": 1}}
-    rows = [{"network": n, "mode": "training", "is_right": n == "a"} for n in ("a", "b")]
-    shown = _lines("captured-networks", {"counts": {"training": counts}, "networks": rows})
-    assert shown == ["| training | 2 | 2 | 1 | whole: 1, -: 1 | b |"]
 
 
 def test_a_result_not_measured_yet_leaves_its_tables_empty(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import sys
 import time
 
 from benchmarks.kernels import batch_norm
-from benchmarks.model.choice_tables import norms
 from confpred.families.registry import kernels_of
 from confpred.problem.device import get_device
 
@@ -81,21 +80,3 @@ def test_results_are_summed_up():
     text = batch_norm.table(rows)
     assert "2.00x" in text
     assert "failed: no config is right" in text
-
-
-def test_the_table_has_choices_and_kernels_of_both_boards():
-    part = {"geomean": 1.0149, "p95": 1.06, "worst": 1.2}
-    held = {"model": "m", "problems": 7, "ours": part, "first": {"1": 1.0, "3": 1.01, "8": 1.002}}
-    held |= {"speed": {"benchmark": 1.804}, "slower": {"benchmark": 1}}
-    layers = {"layers": 2, "speedup": 1.9, "least": 1.2, "share": 0.98, "least_share": 0.9}
-    choices = {"H100": {"holdout": held}, "H200": {"holdout": held | {"model": "n"}}}
-    kernels = {name: {"summary": {"forward": layers}} for name in choices}
-    assert norms(choices, kernels).splitlines()[2:] == [
-        "| model | m | n |",
-        "| problems held out | 7 | 7 |",
-        "| regret: geomean, p95, worst | 1.015, 1.060, 1.200 | 1.015, 1.060, 1.200 |",
-        "| best of the first 3, of the first 8 | 1.010, 1.002 | 1.010, 1.002 |",
-        "| over PyTorch's operators, > 5 % slower | 1.80x, 1 | 1.80x, 1 |",
-        "| 2 layers, forward: over PyTorch's, least | 1.90x, 1.20x | 1.90x, 1.20x |",
-        "| 2 layers, forward: share of the bytes' floor, least | 0.98, 0.90 | 0.98, 0.90 |",
-    ]

@@ -81,6 +81,7 @@ def test_a_bare_installation_predicts(bare: Path, tmp_path: Path) -> None:
     assert run(bare / "confpred", *token, cwd=tmp_path).startswith("confpred_")
 
 
+@pytest.mark.slow(reason="it installs the wheel and what that requires")
 @pytest.mark.timeout(600)
 def test_serving_names_its_extra_in_one_line(bare: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -42,11 +43,29 @@ def spans(page: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", FENCED.sub("", PAGES[page]))
 
 
-def output(page: str, mark: str, folder: Path, more: str = "") -> str:
-    """Return what a block says on the CPU, with a program behind it."""
+def output(page: str, mark: str, folder: Path) -> str:
+    """Return what a block of commands says."""
     block = blocks(page)[mark]
-    return said(run(block.text.replace('device="cuda"', 'device="cpu"') + more, folder,
-                    block.language))  # fmt: skip
+    return said(run(block.text, folder, block.language))
+
+
+@pytest.fixture
+def printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Return what runs a block of Python in this process, with a program behind it: on the CPU,
+    and with fewer images."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(page: str, mark: str, more: str = "") -> str:
+        block = blocks(page)[mark]
+        assert block.language == "python"
+        text = block.text.replace("torch.cuda.is_available()", "False")
+        text = text.replace('device="cuda"', 'device="cpu"').replace("randn(32, ", "randn(2, ")
+        exec(text + more, {"__name__": "block"})  # noqa: S102 -- the page's
+        return capsys.readouterr().out
+
+    return run_here
 
 
 @pytest.fixture
@@ -123,8 +142,8 @@ def test_a_plan_is_written_by_hand(tmp_path: Path) -> None:
     assert [choice.provider for choice in plan.choices] == ["grouped_fprop", "pytorch"]
 
 
-def test_a_network_is_prepared(folder: Path) -> None:
-    assert output("plans", "run: kernels", folder) == "1 layers on h100\n"
+def test_a_network_is_prepared(printed: Callable[..., str], folder: Path) -> None:
+    assert printed("plans", "run: kernels") == "1 layers on h100\n"
     assert [device.key for device in read_plan(folder / "plan").devices] == ["h100"]
     assert (folder / "plan" / "manifest.json").exists()
 
@@ -143,8 +162,8 @@ def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
 # Products
 
 
-def test_the_program_of_products_runs(tmp_path: Path) -> None:
-    assert output("products", "run: chain", tmp_path) == "64 10\n"
+def test_the_program_of_products_runs(printed: Callable[..., str]) -> None:
+    assert printed("products", "run: chain") == "64 10\n"
 
 
 def test_the_families_are_those_that_it_names() -> None:
@@ -178,9 +197,9 @@ def test_the_page_of_pytorch_is_short() -> None:
     assert len(PAGES["pytorch"].split()) <= MOST_WORDS
 
 
-def test_a_network_is_explained_and_optimized(tmp_path: Path) -> None:
+def test_a_network_is_explained_and_optimized(printed: Callable[..., str]) -> None:
     more = "print(model[0].weight.grad.norm() > 0, model._compiled_call_impl)"
-    *table, shape, last = output("pytorch", "run: optimize", tmp_path, more).splitlines()
+    *table, shape, last = printed("pytorch", "run: optimize", more).splitlines()
     assert (shape, last) == ("8 128 56 56", "tensor(True) None")
     assert table[0].startswith("One step on h100, captured in 1 part: ")
     assert all(len(line) <= 120 for line in table)
@@ -189,17 +208,19 @@ def test_a_network_is_explained_and_optimized(tmp_path: Path) -> None:
     assert "1x1 -> 128" in dense
 
 
-def test_a_layer_trains_while_enabled_and_pytorch_is_whole_again(tmp_path: Path) -> None:
+def test_a_layer_trains_while_enabled_and_pytorch_is_whole_again(
+    printed: Callable[..., str],
+) -> None:
     more = "print(torch.nn.Conv2d._conv_forward.__module__)"
-    told = output("pytorch", "run: enabled", tmp_path, more).splitlines()
+    told = printed("pytorch", "run: enabled", more).splitlines()
     assert told == ["torch.float32 64 1 7 7", torch.nn.Conv2d._conv_forward.__module__]
 
 
-def test_a_call_has_its_epilogue(tmp_path: Path) -> None:
+def test_a_call_has_its_epilogue(printed: Callable[..., str]) -> None:
     """On tensors of the CPU; tests/gpu runs the block as shown."""
     assert blocks("pytorch")["run: gpu"].text.count('device="cuda"') == 2
     more = "print(y.dtype, *y.shape, bool((y >= 0).all()))"
-    assert output("pytorch", "run: gpu", tmp_path, more) == "torch.float16 32 128 56 56 True\n"
+    assert printed("pytorch", "run: gpu", more) == "torch.float16 2 128 56 56 True\n"
 
 
 def test_options_and_settings_are_those_of_the_code() -> None:

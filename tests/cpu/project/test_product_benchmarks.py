@@ -13,7 +13,7 @@ from confpred.problem.linear_chain import LinearChain
 
 
 def test_all_configs_of_the_published_cases_are_right(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["im2col_chunks.py", "--cpu"])
+    monkeypatch.setattr(sys, "argv", ["im2col_chunks.py", "--cpu"])  # as from a command line
     im2col_chunks.main()
     assert capsys.readouterr().out.count("configs") == len(im2col_chunks.CASES)
 
@@ -24,7 +24,7 @@ def test_a_wrong_config_is_seen(monkeypatch):
     family = im2col_chunks.FAMILY
     launch = family.launch(problem, row)
     halved = type(launch).of_program(launch.program[:1], scratch_bytes=launch.scratch_bytes)
-    monkeypatch.setattr(type(family), "launch", lambda *_: halved)
+    monkeypatch.setattr(type(family), "launch", lambda *_: halved)  # a family with a fault
     assert not im2col_chunks.difference_on_cpu(problem, row) < 1e-6  # NaN
 
 

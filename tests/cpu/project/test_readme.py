@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from pathlib import Path
@@ -78,9 +77,8 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_tables_are_those_of_the_results(repository: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
-    assert result.returncode == 0, result.stderr
+    texts = {page: (repository / page).read_text(encoding="utf-8") for page in tables.PAGES}
+    assert [page for page, text in texts.items() if tables.filled(text) != text] == []
 
 
 def test_every_table_of_a_page_with_results_is_made(repository: Path) -> None:
@@ -105,29 +103,6 @@ def test_a_marked_table_is_made_from_its_result(tmp_path: Path) -> None:
     assert tables.filled(made, tmp_path) == made
 
 
-def test_kernels_are_counted_and_averaged_by_layer() -> None:
-    speeds = {"groups=64": 2.0, "groups=64 stride=2": 0.5, "groups=8 direction=wgrad": 1.0}
-    layers = [{"problem": f"n=1 c=64 {words}", "speedup": s} for words, s in speeds.items()]
-    shares = {"floor_share": 0.5, "cudnn_floor_share": 0.25}
-    parts = [
-        {"kind": "depthwise", "direction": "fprop"} | shares,
-        {"kind": "grouped", "direction": "wgrad"} | shares,
-    ]
-    made = tables.kernels({"H100": {"summary": parts, "layers": layers}}).splitlines()
-    assert made[2:] == [
-        "| depthwise, forward | H100 | 2 | 1.25x | 1.00x | 0.50x | 1 | 0.50 | 0.25 |",
-        "| grouped, filter gradient | H100 | 1 | 1.00x | 1.00x | 1.00x | 0 | 0.50 | 0.25 |",
-        "| all | H100 | 3 | 1.00x | 1.00x | 0.50x | 1 |  |  |",
-    ]
-
-
-def test_a_row_that_one_device_lacks_is_empty() -> None:
-    rows = {"H100": {"a": ["1"]}, "H200": {"b": ["2"], "a": ["3"]}, "none": {}}
-    made = tables.side_by_side("name", ("x",), rows).splitlines()
-    assert made[0] == "| name | H100: x | H200: x |"
-    assert made[2:] == ["| a | 1 | 3 |", "| b |  | 2 |"]
-
-
 def test_a_marked_table_without_its_result_is_an_error(tmp_path: Path) -> None:
     for name, error in (("kernels", FileNotFoundError), ("no-such-table", KeyError)):
         with pytest.raises(error):
@@ -141,19 +116,6 @@ def test_it_is_short() -> None:
     assert len(README.splitlines()) <= MOST_LINES
 
 
-@pytest.fixture(scope="module")
-def served_port() -> Iterator[str]:
-    """Yield the port of a running `confpred serve`."""
-    command = [Path(sys.executable).with_name("confpred"), "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        ports = (re.search(r"running on http://.*:(\d+)", line) for line in process.stderr)
-        found = next(filter(None, ports), None)
-        assert found, "the service did not start"
-        yield found[1]
-        process.terminate()
-
-
 def as_shown(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     assert "grouped_fprop" in said(run(block.text, folder, block.language))
 
@@ -161,7 +123,7 @@ def as_shown(block: Block, request: pytest.FixtureRequest, folder: Path) -> None
 def with_a_server(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     assert block.text.count("127.0.0.1:8000") == 1
     # The default port may be taken on a machine that runs tests.
-    text = block.text.replace(":8000", f":{request.getfixturevalue('served_port')}")
+    text = block.text.replace(":8000", f":{request.getfixturevalue('plain_server').port}")
     choice = json.loads(said(run(text, folder)))["choices"][0][0]
     assert choice["family"] == "grouped_fprop"
 
@@ -236,11 +198,13 @@ def test_every_block_of_code_is_handled() -> None:
     assert [block for block in BLOCKS if block.language == "text" and block.mark] == []
 
 
-@pytest.mark.parametrize(
-    "block",
-    [block for block in BLOCKS if block.mark],
-    ids=[f"{block.language}-{index}" for index, block in enumerate(BLOCKS) if block.mark],
-)
+LONG = [pytest.mark.slow(reason="models are trained and judged")]
+
+
+@pytest.mark.parametrize("block", [
+    pytest.param(block, id=block.mark, marks=LONG if block.mark == "run: retrain" else ())
+    for block in BLOCKS if block.mark
+])  # fmt: skip
 def test_a_block_of_code_runs(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     HANDLERS[block.mark](block, request, tmp_path)
 
@@ -250,8 +214,7 @@ def test_it_installs_as_it_says(sources: Path) -> None:
     commands = [span for span in SPANS if span.startswith("pip ")]
     extras_named = [f"pip install '.[{extra}]'" for extra in ("serve", "gpu", "train")]
     assert commands == ["pip install .", *extras_named]
-    for command in commands:
-        assert "Would install confpred-" in said(run(_PIP + command, sources))
+    assert "Would install confpred-" in said(run(_PIP + commands[-1], sources))
     extras = {extra for command in commands for extra in re.findall(r"\[(\w+)\]", command)}
     assert extras <= set(metadata("confpred").get_all("Provides-Extra"))
 

@@ -95,9 +95,9 @@ class Captured:
 def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     """Captures as on a GPU, where a kernel is chosen for every layer."""
     seen = Captured()
-    monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)
-    monkeypatch.setattr(backend, "chooser", seen.chooser)
-    monkeypatch.setattr(backend, "graphed", seen.graphed)
+    monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
+    monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
+    monkeypatch.setattr(backend, "graphed", seen.graphed)  # CUDA graphs need a GPU
     return seen
 
 

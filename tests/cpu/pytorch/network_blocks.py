@@ -187,9 +187,9 @@ class Network(nn.Module):
 
 
 BLOCKS = {
-    "inverted residual": lambda: Network(InvertedResidual(8), InvertedResidual(8, nn.ReLU6)),
-    "bottleneck": lambda: Network(Bottleneck(8, 8), Bottleneck(8, 8, stride=2)),
-    "convnext": lambda: Network(ConvNeXtBlock(8), nn.GELU(), ConvNeXtBlock(8)),
+    "inverted residual": lambda: Network(InvertedResidual(8)),
+    "bottleneck": lambda: Network(Bottleneck(8, 8, stride=2)),
+    "convnext": lambda: Network(ConvNeXtBlock(8)),
     "branches": lambda: Network(Branches(8)),
     "functional": lambda: Network(Functional(8)),
 }

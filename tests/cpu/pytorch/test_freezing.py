@@ -13,7 +13,7 @@ def compiled(model: nn.Module, *, freeze: bool = True):
     return torch.compile(model, backend="confpred", options={"freeze": freeze})
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["bottleneck", "convnext", "functional"])
 @torch.no_grad()
 def test_networks_are_the_same_number(captured, kind) -> None:
     model = made(BLOCKS[kind]()).to(memory_format=LAST)

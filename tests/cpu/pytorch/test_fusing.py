@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -63,10 +64,11 @@ def called(node) -> dict:
     return json.loads(node.args[5])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("wins", [True, False])
+@pytest.mark.parametrize(("norm", "residual", "wins", "activation"), [
+    *((True, True, True, activation) for activation in ACTIVATIONS),
+    *product([True, False], [True, False], [True, False], ["none"]),
+    (True, False, False, "relu"), (False, True, True, "relu"), (False, False, True, "silu"),
+])  # fmt: skip
 def test_a_chain_is_one_operator(captured, activation, norm, residual, wins) -> None:
     captured.wins = lambda problem: wins
     run(chain(not norm or residual, norm, residual, activation))
@@ -87,8 +89,9 @@ def test_a_chain_is_one_operator(captured, activation, norm, residual, wins) -> 
     assert hint["candidate"]["provider"] == ("cudnn" if wins else "pytorch")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(("activation", "residual"), [
+    *((activation, True) for activation in ACTIVATIONS), ("none", False), ("relu", False),
+])  # fmt: skip
 def test_a_norm_without_a_convolution_is_one_operator(captured, activation, residual) -> None:
     def function(x, conv, other, norm):
         y = norm(x.sin())
@@ -102,8 +105,9 @@ def test_a_norm_without_a_convolution_is_one_operator(captured, activation, resi
     assert done.calls(SHIFT)[0].args[4] == activation
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("wins", [True, False])
+@pytest.mark.parametrize(("kind", "wins"), [
+    *((kind, True) for kind in BLOCKS), ("bottleneck", False), ("convnext", False),
+])  # fmt: skip
 def test_networks_are_the_same_number(captured, kind, wins) -> None:
     captured.wins = lambda problem: wins
     run(BLOCKS[kind](), images().contiguous(memory_format=LAST))
@@ -113,7 +117,7 @@ def test_networks_are_the_same_number(captured, kind, wins) -> None:
     assert (done.count(CONV) > 0) == (wins or kind != "convnext")
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["bottleneck", "convnext"])
 def test_networks_whose_channels_are_first_stay_pytorchs(captured, kind) -> None:
     run(BLOCKS[kind](), images(), layout=torch.contiguous_format)
     done = captured.of("inference")
@@ -127,7 +131,7 @@ def test_all_norms_are_folded_in_one_launch(captured) -> None:
     run(BLOCKS["bottleneck"](), images().contiguous(memory_format=LAST))
     (fold,) = captured.of("inference").calls(FOLD)
     gammas, *_, eps, dtypes = fold.args
-    assert len(gammas) == len(eps) == len(dtypes) == 7
+    assert len(gammas) == len(eps) == len(dtypes) == 4
 
 
 def test_two_convolutions_that_are_summed(captured) -> None:

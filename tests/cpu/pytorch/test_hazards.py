@@ -9,7 +9,6 @@ import copy
 import os
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from slow import slow_but
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
 
 import confpred
@@ -61,11 +59,10 @@ def both(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return confpred.optimize(model), plain
 
 
-def same(ours: nn.Module, plain: nn.Module, *inputs: Tensor, gradients: bool | None = None) -> None:
+def same(ours: nn.Module, plain: nn.Module, *inputs: Tensor, gradients: bool = False) -> None:
     """Compare one call and its inputs after it, and with gradients one backward pass."""
-    for mode in (False, True) if gradients is None else (gradients,):
-        mine, other = (_results(model, inputs, mode) for model in (ours, plain))
-        torch.testing.assert_close(mine, other)
+    mine, other = (_results(model, inputs, gradients) for model in (ours, plain))
+    torch.testing.assert_close(mine, other)
 
 
 def _results(model: nn.Module, inputs: tuple[Tensor, ...], gradients: bool) -> list[Any]:
@@ -84,35 +81,11 @@ def _results(model: nn.Module, inputs: tuple[Tensor, ...], gradients: bool) -> l
 
 
 MAKES = {
-    "zeros": lambda m, x: torch.cat([x, torch.zeros((x.shape[0], 3, *x.shape[2:]))], 0),
-    "full of a value": lambda m, x: x + torch.full((1,), x.mean().item()),
-    "as_tensor": lambda m, x: x + torch.as_tensor(x),
     "tensor": lambda m, x: x * torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1),
-    "ones_like": lambda m, x: x + torch.ones_like(x),
-    "linspace": lambda m, x: x + torch.linspace(0, 1, x.shape[-1], dtype=x.dtype, device=x.device),
-    "autocast off": lambda m, x: _with(torch.autocast("cpu", enabled=False), lambda: x @ x.mT @ x),
-    "no_grad": lambda m, x: x + _with(torch.no_grad(), lambda: m.norm.weight.sum() * x),
-    "enable_grad": lambda m, x: x + _with(torch.enable_grad(), lambda: m.norm.weight.sum() * x),
-    "asks for autocast": lambda m, x: x * (2 if torch.is_autocast_enabled("cpu") else 1),
-    "asks for gradients": lambda m, x: x * (2 if torch.is_grad_enabled() else 1),
-    "asks for the dtype": lambda m, x: x if x.dtype is torch.float32 else x * 2,
-    "asks for an attribute": lambda m, x: x * (2 if hasattr(x, "shape") else 1),
-    "asks for the device": lambda m, x: x * len(str(x.device)),
-    "asks for a size": lambda m, x: x * (2 if x.shape[0] > 2 else 1),
-    "in place": lambda m, x: (x + 1).mul_(2).add_(x),
     "into a slice": lambda m, x: _filled(x.clone()),
-    "a conjugate view": lambda m, x: torch.complex(x, x).conj().imag,
-    "a negative view": lambda m, x: torch._neg_view(x),
-    "a gap": lambda m, x: torch.cat([x, x], 1)[:, ::2],
-    "expanded": lambda m, x: x[:1].expand(3, -1, -1, -1),
-    "offset": lambda m, x: torch.cat([x, x], 3)[..., 1:-3],
-    "one row": lambda m, x: x[:, :, :1],
     "one pixel": lambda m, x: x[:, :, :1, :1],
-    "no image": lambda m, x: x[:0],
-    "one image": lambda m, x: x[:1],
     "transposed": lambda m, x: x.mT,
     "float64 inside": lambda m, x: F.conv2d(x.double(), m.conv.weight.double()[:3]).float(),
-    "random numbers of Python": lambda m, x: x * (1 + random.random()),
     "random numbers": lambda m, x: F.dropout(x + torch.rand_like(x), 0.5),
 }  # fmt: skip
 
@@ -122,86 +95,34 @@ def _filled(x: Tensor) -> Tensor:
     return x
 
 
-def _with(context: Any, function: Callable[[], Tensor]) -> Tensor:
-    with context:
-        return function()
-
-
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.parametrize("training", [False, True])
 def test_what_a_forward_does(kind: str, training: bool) -> None:
-    same(*both(net(MAKES[kind], training=training)), image())
+    same(*both(net(MAKES[kind], training=training)), image(), gradients=training)
 
 
 @pytest.mark.parametrize("function", [
-    lambda m, x: x.mul_(2), lambda m, x: x.add_(m.scale), lambda m, x: _filled(x),
-    lambda m, x: F.relu(x, inplace=True),
+    lambda m, x: x.add_(m.scale), lambda m, x: _filled(x), lambda m, x: F.relu(x, inplace=True),
 ])  # fmt: skip
 def test_what_a_forward_writes_to_its_input(function: Any) -> None:
     ours, plain = both(net(function))
     for _ in range(2):
-        same(ours, plain, image(), gradients=False)
+        same(ours, plain, image())
 
 
-def _swapped(weight: Tensor) -> None:
-    """Double a weight by `swap_tensors`, which PyTorch before 2.13 refuses once it is captured."""
-    double = nn.Parameter(weight.detach() * 2)
-    with suppress(RuntimeError):
-        torch.utils.swap_tensors(weight, double)
-        return
-    weight.data = double.data
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 2
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a number": lambda m: setattr(m, "scale", 3.5),
-    "a whole number": lambda m: setattr(m, "scale", 3),
-    "a tensor for a number": lambda m: setattr(m, "scale", torch.tensor(1.5)),
-    "a function": lambda m: setattr(m, "function", lambda model, x: x * 2),
-    "the forward": lambda m: setattr(m, "forward", lambda x: m.last(m.conv(x)).sin()),
-    "a hook": lambda m: m.conv.register_forward_hook(lambda _, __, out: out * 2),
-    "a hook before": lambda m: m.norm.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
-    "a hook of the root": lambda m: m.register_forward_hook(lambda _, __, out: out - 1),
-    "a layer": lambda m: setattr(m, "conv", nn.Conv2d(3, 4, 1, bias=False).requires_grad_(False)),
-    "a norm by nothing": lambda m: setattr(m, "norm", nn.Identity()),
-    "eps": lambda m: setattr(m.norm, "eps", 0.5),
-    "momentum": lambda m: setattr(m.norm, "momentum", 0.9),
-    "stride": lambda m: setattr(m.last, "stride", (2, 2)),
-    "data": lambda m: m.conv.weight.data.mul_(2),
-    "data of a norm": lambda m: m.norm.running_var.data.add_(1),
-    "data, another": lambda m: setattr(m.last.weight, "data", m.last.weight.data * 2),
-    "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
-    "swap_tensors": lambda m: _swapped(m.conv.weight),
-    "train": lambda m: m.train(),
-    "train and eval": lambda m: (m.train(), m(image()), m.eval()),
-    "a norm in training": lambda m: m.norm.train(),
-    "float64": lambda m: m.double().float(),
-    "frozen": lambda m: m.conv.requires_grad_(False),
-    "parametrised": lambda m: parametrize.register_parametrization(m.conv, "weight", Doubled()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_change_between_calls_goes_unseen(change: str) -> None:
-    ours, plain = both(net())
-    same(ours, plain, image())
-    before = ours(image()).detach()
+@pytest.mark.parametrize("change", [
+    lambda m: setattr(m.norm, "eps", 0.5), lambda m: setattr(m.norm, "momentum", 0.9),
+    lambda m: setattr(m.last, "stride", (2, 2)), lambda m: m.norm.running_var.data.add_(1),
+])  # fmt: skip
+def test_no_change_of_a_layer_goes_unseen(change: Callable[[Any], Any]) -> None:
+    ours, plain = both(net(training=True))
+    same(ours, plain, image(), gradients=True)
     for model in (ours, plain):
-        torch.manual_seed(4)
-        CHANGES[change](model)
-    same(ours, plain, image())
-    if change not in ("momentum", "float64", "frozen"):
-        after, _ = ours(image()), plain(image())
-        assert after.shape != before.shape or not torch.allclose(after, before, rtol=1e-3)
-    confpred.revert(ours)
-    same(ours, plain, image())
+        change(model)
+    same(ours, plain, image(), gradients=True)
 
 
-@pytest.mark.parametrize("frozen", ["conv", "norm", "last", "conv.weight", "conv.bias"])
+@pytest.mark.parametrize("frozen", ["conv", "norm"])
 def test_mixed_needs_of_gradients(frozen: str) -> None:
     model = net(training=True)
     for name, parameter in model.named_parameters():
@@ -240,46 +161,21 @@ def test_a_fork_after_use_computes() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_transforms_of_torch_func() -> None:
-    ours, plain = both(net())
-    parameters = {n: p.detach() for n, p in plain.named_parameters()}
-    buffers, x = dict(plain.named_buffers()), image()
-
-    def loss(model: nn.Module) -> Callable[..., Tensor]:
-        return lambda p: torch.func.functional_call(model, (p, buffers), (x,)).square().sum()
-
-    found, expected = (torch.func.grad(loss(m))(parameters) for m in (ours, plain))
-    torch.testing.assert_close(found, expected)
-    many = torch.stack([x, x * 2])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(ours)(many), torch.func.vmap(plain)(many))
-
-
-@pytest.mark.parametrize("wrap", [parametrizations.orthogonal, parametrizations.spectral_norm])
-def test_parametrised_layers(wrap: Any) -> None:
-    model = net()
-    wrap(model.conv)
-    ours, plain = both(model.eval())
-    for _ in range(2):
-        same(ours, plain, image())
-
-
 def test_meta_tensors_are_pytorchs() -> None:
     model = net().to("meta")
     assert confpred.optimize(model)(image().to("meta")).device.type == "meta"
 
 
-#: Programs of half a second and less, which the fast tests run too.
+#: Programs of a second or two, which the fast tests run too.
 FAST = (
-    "a_graph_retained", "checkpointing_inside_the_forward", "copies_live_alone",
-    "evaluation_without_no_grad", "exported", "gradients_of_gradients", "hooks_on_saved_tensors",
-    "hooks_on_what_is_inside", "mixed_dtypes_into_conv2d", "parameters_exchanged",
-    "parameters_of_a_functional_call", "reverted_at_any_time", "states_loaded",
-    "subclasses_of_tensors", "traced_by_jit", "weights_and_statistics_copied_to",
-    "weights_written_through_data", "an_average_of_weights_swapped_in_and_out",
-    "an_optimizer_that_has_state_already", "an_optimizer_with_fused", "control_flow_operators",
-    "gradients_viewed_flat", "methods_of_a_class_replaced", "one_norm_for_several_tensors",
-    "one_value_a_channel", "operators_that_read_memory_in_order",
+    "batches_of_none_and_one", "checkpointing_inside_the_forward", "exported",
+    "classes_and_submodules_swapped_later", "forwards_replaced_later", "gradients_of_gradients",
+    "hooks_added_and_removed_later", "states_loaded", "tensors_made_from_values",
+    "transforms_of_functions", "weights_written_through_data",
+    "hooks_on_saved_tensors", "mixed_dtypes_into_conv2d", "parameters_of_a_functional_call",
+    "reverted_at_any_time", "subclasses_of_tensors", "an_optimizer_that_has_state_already",
+    "control_flow_operators", "gradients_viewed_flat", "methods_of_a_class_replaced",
+    "one_norm_for_several_tensors", "one_value_a_channel", "operators_that_read_memory_in_order",
 )  # fmt: skip
 ON_THE_CPU = [name for name, found in HAZARDS.items() if not found.needs_gpu]
 
@@ -296,10 +192,8 @@ def test_a_program_computes_the_same(captured, name: str) -> None:
 
 @pytest.mark.slow(reason="Inductor compiles programs in C++; all hazards are for a GPU")
 @pytest.mark.parametrize("name", [
-    "a_model_that_writes_its_input", "batches_of_none_and_one", "dropout_draws_anew",
-    "negative_and_conjugate_views_into_models", "parameters_swapped",
+    "a_model_that_writes_its_input", "batches_of_none_and_one",
     "training_and_inference_in_turns", "views_with_odd_memory_into_models",
-    "weights_written_through_data",
 ])  # fmt: skip
 def test_a_program_computes_the_same_with_inductor(name: str) -> None:
     compare(HAZARDS[name], "cpu", inductor=True)

@@ -23,13 +23,14 @@ def predictor(model_folder, monkeypatch) -> Predictor:
     model = load_model(model_folder)
     versions = {"driver": ["580.1"], "cudnn": [cudnn_version() or "none"]}
     model = replace(model, card=replace(model.card, measured_with=versions))
-    monkeypatch.setattr(choosing, "_predictors", {})
-    monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)
+    monkeypatch.setattr(choosing, "_predictors", {})  # the choices of other tests
+    monkeypatch.setattr(choosing.driver, "device_of", lambda _: H100)  # there is no GPU
     return Predictor({"h100": model})
 
 
 def warnings(predictor: Predictor, driver: str, monkeypatch, caplog) -> list[str]:
     """Return the warnings of two choices under this driver."""
+    # There is no driver.
     monkeypatch.setattr(choosing.driver, "describe", lambda _: ("NVIDIA H100 80GB HBM3", driver))
     choosing.use_predictor(predictor)
     with caplog.at_level(logging.WARNING, logger="confpred.pytorch.run.choosing"):
@@ -54,7 +55,7 @@ def test_a_driver_that_does_not_tell_stops_nothing(predictor, monkeypatch, caplo
     def broken(_: int) -> tuple[str, str]:
         raise RuntimeError("no NVML")
 
-    monkeypatch.setattr(choosing.driver, "describe", broken)
+    monkeypatch.setattr(choosing.driver, "describe", broken)  # a driver that does not tell
     choosing.use_predictor(predictor)
     assert choosing.choose(LAYER, 0) is not None
     assert not caplog.records

@@ -29,11 +29,11 @@ FPROP = Problem(2, 8, 7, 5, 8, 3, 3, bias=True, activation="relu", **FIELDS)
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(loading, "current_stream", lambda ordinal: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # there is no GPU
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())  # there is no GPU
+    monkeypatch.setattr(loading, "current_stream", lambda ordinal: 7)  # there is no GPU
     made = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(loading, "_empty", made)
+    monkeypatch.setattr(loading, "_empty", made)  # memory of the CPU
 
 
 class Driver:
@@ -106,7 +106,7 @@ def test_what_is_not_aligned_is_copied() -> None:
 
 def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(loading.driver, "make_current", made.append)
+    monkeypatch.setattr(loading.driver, "make_current", made.append)  # there is no GPU
     driver = Driver()
     driver.refuses = 1
     ready(FPROP, driver).run(image(), filters(), torch.randn(8).half())
@@ -114,7 +114,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_workspaces_are_new_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "device", lambda *_: "cpu")
+    monkeypatch.setattr(torch, "device", lambda *_: "cpu")  # memory of the CPU
     driver = Driver()
     both = ready(FPROP, driver, Launch((), zeroed_bytes=64, scratch_bytes=32))
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_workspaces_are_new_at_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_chain_of_products_is_computed(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "device", lambda *_: "cpu")
+    monkeypatch.setattr(torch, "device", lambda *_: "cpu")  # memory of the CPU
     chain = LinearChain(4, 8, 16, 3, 3, dtype="float32", bias=True)
     assignment = Assignment(chain, Candidate(epilogue.FAMILY.name, 0))
     weights = [torch.randn(16, 8), torch.randn(16, 16), torch.randn(3, 16)]

@@ -82,7 +82,7 @@ def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -
         graphs.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
         return update(graph)
 
-    monkeypatch.setattr(passes, "update_in_place", seen)
+    monkeypatch.setattr(passes, "update_in_place", seen)  # the same, and looks at the graph
     model = made(BLOCKS["inverted residual"]()).train()
     other = copy.deepcopy(model)
     found = []
@@ -106,7 +106,7 @@ def image() -> Tensor:
 
 
 @pytest.mark.slow(reason="Inductor compiles programs in C++")
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["bottleneck", "inverted residual"])
 def test_inductor_computes_what_is_left(captured, kind) -> None:
     model = made(BLOCKS[kind]()).train().to(memory_format=LAST)
     for module in model.modules():
@@ -128,8 +128,9 @@ def test_inductor_computes_what_is_left(captured, kind) -> None:
                 torch.testing.assert_close(compiled(x[:batch]), model(x[:batch]))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("kind", "frozen"), [
+    *((kind, False) for kind in BLOCKS), ("bottleneck", True),
+])  # fmt: skip
 def test_networks_train_as_in_eager_mode(captured, kind, frozen) -> None:
     captured.wins = norms_are_pytorchs
     model = made(BLOCKS[kind]()).train(not frozen)
@@ -139,11 +140,11 @@ def test_networks_train_as_in_eager_mode(captured, kind, frozen) -> None:
     trained(model.to(memory_format=LAST), images().contiguous(memory_format=LAST))
     forward, backward = captured.of("forward"), captured.of("backward")
     assert forward.count(CONV) == backward.count(BACKWARD) > 0
-    pixels = 4 if kind == "inverted residual" else 0  # convolutions of one pixel
+    pixels = 2 if kind == "inverted residual" else 0  # convolutions of one pixel
     assert forward.count(PLAIN) == pixels
     assert backward.count("aten.convolution_backward.default") == pixels
     if kind in ("bottleneck", "inverted residual"):
-        norms = {"bottleneck": 7, "inverted residual": 6}[kind]
+        norms = {"bottleneck": 4, "inverted residual": 3}[kind]
         assert forward.count(UPDATE) == (0 if frozen else norms)
         assert forward.count(COUNT) == (0 if frozen else 1)
     assert forward.count(FUNCTIONAL) == forward.count(COPY) == 0
@@ -242,8 +243,7 @@ def counts(dtype: torch.dtype, change) -> nn.Module:
     lambda c: c.copy_(c + 1.0), lambda c: c.add_(1).add_(1), lambda c: c[1].add_(1),
     lambda c: c.copy_(c + c.new_ones(3)),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(("dtype", "gradients"), [(torch.int64, True), (torch.float32, False)])
 def test_other_counts(captured, change, dtype, gradients) -> None:
     if gradients:
         trained(counts(dtype, change), image(), steps=3)

@@ -47,15 +47,15 @@ def models() -> dict[str, Model]:
 
 @pytest.mark.parametrize(
     "part",
-    slow_but([PARTS[0]], PARTS, reason="every committed measurement is checked"),
+    slow_but([PARTS[0]], PARTS, reason="measurements of every part are checked"),
     ids=lambda part: str(part.relative_to(ROOT / "datasets").with_suffix("")),
 )
-def test_every_committed_measurement_is_taken(
+def test_committed_measurements_are_taken(
     part: Path, tmp_path: Path, models: dict[str, Model]
 ) -> None:
-    """Also those of every legal config, of layers that no model has seen."""
+    """Also those of every legal config, of layers that no model has seen; a few shards a part."""
     files = shards(part, tmp_path)
-    for file in files:
+    for file in files[:: len(files) // 3 + 1]:
         shard = check_shard(file, models, [])
         assert shard.rows.num_rows == shard.sent
     assert files

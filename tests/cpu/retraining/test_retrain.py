@@ -44,8 +44,8 @@ def use(places: Path, patch: pytest.MonkeyPatch) -> None:
     """The user's models and caches in `places`; the board is described."""
     patch.setenv("CONFPRED_MODELS_DIR", str(places / "models"))
     patch.setenv("CONFPRED_CACHE_DIR", str(places / "cache"))
-    patch.setattr(offers, "PICKED", 7)
-    patch.setattr(offers, "RANDOM", 7)
+    patch.setattr(offers, "PICKED", 7)  # fewer configs a problem
+    patch.setattr(offers, "RANDOM", 7)  # fewer configs a problem
     devices.remember("580.1", asdict(BOARD))
 
 
@@ -166,6 +166,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(places: Path, monkeypatch, c
 
     # This time it dies when all but the last step is done.
     with monkeypatch.context() as patch:
+        # The process dies at its last step.
         patch.setattr("confpred.retraining.retrain.publish", None)
         with pytest.raises(TypeError):
             retrain(request_of(places))

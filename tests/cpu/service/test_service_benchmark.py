@@ -16,8 +16,9 @@ from benchmarks.service.service_load import get, metric, no_op_server, one, post
 from confpred.service.exchange import Exchange
 
 
+@pytest.mark.slow(reason="two servers start")
 def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_latency, "_RATE_S", 0.2)
+    monkeypatch.setattr(service_latency, "_RATE_S", 0.2)  # seconds instead of minutes
     request = post(one(random.Random(0)))
     with no_op_server() as (idle, _), server() as (port, _):
         targets = {
@@ -35,8 +36,8 @@ def test_a_service_is_measured_in_turn_with_a_no_op(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def short_soak(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)
-    monkeypatch.setattr(service_soak, "_SAMPLE_S", 0.2)
+    monkeypatch.setattr(service_soak, "_CAPACITY_S", 1.0)  # seconds instead of minutes
+    monkeypatch.setattr(service_soak, "_SAMPLE_S", 0.2)  # samples of so short a soak
     return service_soak
 
 

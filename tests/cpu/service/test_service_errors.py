@@ -229,3 +229,13 @@ def test_a_name_of_any_length_costs_the_same(client: TestClient) -> None:
     with pytest.raises(UnknownDevice, match="device='hhh"):
         get_device("h" * 900_000)
     assert time.perf_counter() - start < 0.05
+
+
+def test_nesting_of_every_depth_is_refused(client: TestClient) -> None:
+    """Python's own recursion limit lies somewhere in this range, for reading and for showing."""
+    for depth in (*range(1, 150, 30), *range(150, 1100, 9), 3000, 9000):
+        for opening, closing in (("[", "]"), ('{"n":', "}")):
+            value = opening * depth + "1" + closing * depth
+            for body in (value, json.dumps(ONE).replace('"n": 32', f'"n": {value}')):
+                code = error_of(post(client, body.encode()))["code"]
+                assert code in ("malformed_json", "invalid_input", "body_too_large")

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import os
+import re
 import resource
 import shutil
 import signal
@@ -29,8 +30,10 @@ from confpred.errors import ServiceError
 from confpred.families.kernel_text import identity_of
 from confpred.families.registry import all_families
 from confpred.measure.timing import Outcome
+from confpred.model.folder import Model, NewestModels
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.retraining.admission import Refused, check_shard
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +181,30 @@ LIES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def own(rows: pa.Table) -> pa.Table:
+    return rows.filter(pa.compute.equal(rows["family"], "depthwise_wgrad")).slice(1_000, 400)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    return {"h100": NewestModels()["h100"]}
+
+
 @pytest.mark.parametrize("kind", LIES)
-def test_a_lie_is_quarantined_with_its_reason(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, kind: str
+def test_a_lie_is_refused_with_its_reason(
+    own: pa.Table, models: dict[str, Model], tmp_path: Path, kind: str
 ) -> None:
     change, reason = LIES[kind]
-    own = rows.filter(pa.compute.equal(rows["family"], "depthwise_wgrad")).slice(1_000, 400)
+    (tmp_path / "part-a.parquet").write_bytes(whole(change(own)))
+    with pytest.raises(Refused, match=re.escape(reason)):
+        check_shard(tmp_path / "part-a.parquet", models, [])
+
+
+def test_what_is_refused_is_quarantined(
+    server: Server, folder: Path, secrets: dict[str, str], own: pa.Table
+) -> None:
+    change, reason = LIES["noise"]
     found = sent(server, whole(change(own)), secrets["write"])
     assert found["state"] == "quarantined"
     assert reason in found["reason"]

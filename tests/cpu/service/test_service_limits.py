@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import LAYER, LONG, ONE, Server, head, running
+from served import LAYER, LONG, ONE, Server, eventually, head, running
 
 TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout")
 
@@ -23,7 +23,8 @@ TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("limits")
-    with running(folder, *(word for name in TIMES for word in (name, "2"))) as server:
+    times = (word for name in TIMES for word in (name, "2"))
+    with running(folder, *times, "--log-format", "json") as server:
         yield server
 
 
@@ -44,6 +45,15 @@ def refusal(said: bytes) -> tuple[int, dict[str, Any]]:
     error = json.loads(body)["error"]
     assert error.keys() == {"code", "message", "field", "value", "allowed"}
     return int(first.split()[1]), error
+
+
+def requests(route: str, status: int) -> str:
+    return f'confpred_requests_total{{route="{route}",status="{status}"}}'
+
+
+def logged(server: Server, status: int) -> list[dict[str, object]]:
+    lines = map(json.loads, server.said().splitlines())
+    return [line for line in lines if line.get("status") == status]
 
 
 def flood(connection: socket.socket, start: bytes, piece: bytes, most: int) -> int:
@@ -191,6 +201,7 @@ def test_time_outs_hold_after_a_lack_of_descriptors(server: Server) -> None:
         connection.close()
 
 
+@pytest.mark.slow(reason="an answer takes longer than the limits of time")
 def test_a_long_answer_is_not_the_clients_fault(tmp_path: Path) -> None:
     options = ("--head-timeout", "1", "--body-timeout", "1", "--idle-timeout", "1")
     with running(tmp_path, *options) as server, server.connect() as connection:
@@ -257,3 +268,36 @@ def test_a_request_is_of_http_1_and_names_one_host(server: Server) -> None:
     for request in wrong:
         assert server.exchange(request).startswith(b"HTTP/1.1 400 Bad Request"), request
     assert server.exchange(b"GET /healthz HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 OK")
+
+
+def test_requests_that_are_not_http_or_too_long_are_counted_and_logged(server: Server) -> None:
+    for sent, status in (
+        (b"\x16\x03\x01 hello\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nx-long: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nx-slow: ", 408),
+    ):
+        before = server.metric(requests("none", status))
+        assert server.exchange(sent).startswith(b"HTTP/1.1 %d " % status)
+        assert server.metric(requests("none", status)) == before + 1
+        eventually(lambda status=status: logged(server, status))
+        assert str(logged(server, status)[-1]["client"]).startswith("127.0.0.1:")
+
+
+def test_a_slow_body_is_counted_as_what_it_is_answered(server: Server) -> None:
+    statuses, known = (408, 400), len(logged(server, 408))
+    before = [server.metric(requests("/v1/predict", status)) for status in statuses]
+    assert b" 408 " in server.exchange(head("content-length: 50"), b"{")
+    after = [server.metric(requests("/v1/predict", status)) for status in statuses]
+    assert after == [before[0] + 1, before[1]]
+    eventually(lambda: [x["target"] for x in logged(server, 408)[known:]].count("/v1/predict") == 1)
+
+
+def test_a_client_that_leaves_is_logged_as_one(server: Server) -> None:
+    before, known = server.metric(requests("/v1/predict", 499)), len(logged(server, 499))
+    server.exchange(head("content-length: 50"), b"{", close=True)
+    body = json.dumps({"device": "h100", "problems": [ONE["problem"]] * 900, "top": 9}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head(f"content-length: {len(body)}") + body)
+    eventually(lambda: len(logged(server, 499)) == known + 2)
+    assert server.metric(requests("/v1/predict", 499)) == before + 2
+    assert not logged(server, 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import ONE, Server, eventually, refused, running
+from served import ONE, Server, eventually, running
 
 
 @dataclass
@@ -45,10 +45,14 @@ class Models:
         return sha256(text).hexdigest()
 
 
+def made_in(folder: Path, repository: Path) -> Models:
+    (folder / "models").mkdir()
+    return Models(folder / "models", repository / "models" / "h100-2026.11.25")
+
+
 @pytest.fixture
 def models(tmp_path: Path, repository: Path) -> Models:
-    (tmp_path / "models").mkdir()
-    return Models(tmp_path / "models", repository / "models" / "h100-2026.11.25")
+    return made_in(tmp_path, repository)
 
 
 @contextmanager
@@ -56,6 +60,55 @@ def serving(models: Models, *options: str, **environment: str) -> Iterator[Serve
     options = ("--model", str(models.folder), *options)
     with running(models.folder.parent, *options, **environment) as server:
         yield server
+
+
+#: Pins, of which there are none.
+NONE = '{"format": "confpred-pins/1", "pins": []}'
+CRASHING = """
+import os, signal, sys
+
+def crash(event, arguments):
+    # A published copy of the model "crash" is read, by a worker or by what is to spare it that.
+    if event == "open" and not arguments[2] & os.O_WRONLY:
+        path = os.fspath(arguments[0]) if not isinstance(arguments[0], int) else ""
+        if "/generations/" in str(path) and "/crash/card.json" in str(path):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+sys.addaudithook(crash)
+"""
+
+
+@dataclass
+class Shared:
+    """A server of two workers and its models; version ``a`` answers, of this digest."""
+
+    server: Server
+    models: Models
+    pins: Path
+    digest: str = ""
+
+
+@pytest.fixture(scope="module")
+def running_shared(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Shared]:
+    folder = tmp_path_factory.mktemp("shared")
+    models, pins = made_in(folder, repository), folder / "pins.json"
+    models.add("first")
+    pins.write_text(NONE)
+    (folder / "sitecustomize.py").write_text(CRASHING)
+    options = ("--workers", "2", "--plan", str(pins))
+    with serving(models, *options, PYTHONPATH=str(folder)) as server:
+        yield Shared(server, models, pins)
+
+
+@pytest.fixture
+def shared(running_shared: Shared) -> Shared:
+    """Return it with nothing but a new version ``a``."""
+    shutil.rmtree(running_shared.models.folder, ignore_errors=True)  # which a test removes
+    running_shared.models.folder.mkdir()
+    running_shared.pins.write_text(NONE)
+    running_shared.digest = running_shared.models.add("a")
+    assert change(running_shared.server).status_code == 200
+    return running_shared
 
 
 def answering(server: Server, **query: str) -> str:
@@ -134,41 +187,39 @@ def test_all_workers_switch_at_once_and_no_request_fails(models: Models) -> None
     assert not load.failures
 
 
-def test_the_identity_is_of_the_content_and_shown_wherever_it_costs_nothing(models: Models) -> None:
-    digest = models.add("a")
-    with serving(models) as server:
-        listed = server.get("/v1/models")
-        assert listed.json()["models"][0]["digest"] == digest
-        assert listed.headers["etag"] == f'"{listed.json()["generation"]}"'
-        devices = {d["key"]: d["digest"] for d in server.get("/v1/devices").json()["devices"]}
-        assert (devices["h100"], devices["a100"]) == (digest, None)
-        assert answering(server) == digest
-        info = f'confpred_model_info{{device="h100",digest="{digest}",version="a"}} 1.0'
-        assert info in server.get("/metrics").text
-        (models.folder / "a").rename(models.folder / "b")
-        assert change(server).json()["outcome"] == "reloaded"  # as names are answered too
-        assert answering(server) == digest
-        assert server.predict().json()["choices"][0][0]["model"] == "b"
+def test_the_identity_is_of_the_content_and_shown_wherever_it_costs_nothing(shared: Shared) -> None:
+    server, digest = shared.server, shared.digest
+    listed = server.get("/v1/models")
+    assert listed.json()["models"][0]["digest"] == digest
+    assert listed.headers["etag"] == f'"{listed.json()["generation"]}"'
+    devices = {d["key"]: d["digest"] for d in server.get("/v1/devices").json()["devices"]}
+    assert (devices["h100"], devices["a100"]) == (digest, None)
+    assert answering(server) == digest
+    info = f'confpred_model_info{{device="h100",digest="{digest}",version="a"}} 1.0'
+    assert info in server.get("/metrics").text
+    (shared.models.folder / "a").rename(shared.models.folder / "b")
+    assert change(server).json()["outcome"] == "reloaded"  # as names are answered too
+    assert answering(server) == digest
+    assert server.predict().json()["choices"][0][0]["model"] == "b"
 
 
-def test_versions_are_asked_for_by_name_and_digest_and_rolled_back_to(models: Models) -> None:
-    first = models.add("a")
-    with serving(models, "--workers", "2") as server:
-        assert change(server, "rollback").status_code == 409
-        second = models.add("b")
-        assert change(server).status_code == 200
-        for version, expected in {"a": first, first[:12]: first, "b": second}.items():
-            assert answering(server, version=version) == expected
-        for unknown in ("c", "", first[:4], "f" * 64):
-            reply = server.predict(params={"version": unknown})
-            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "version_not_loaded")
-            assert reply.json()["error"]["field"] == "version"
+def test_versions_are_asked_for_by_name_and_digest_and_rolled_back_to(shared: Shared) -> None:
+    server, first, second = shared.server, shared.digest, shared.models.add("b")
+    assert change(server).status_code == 200
+    for version, expected in {"a": first, first[:12]: first, "b": second}.items():
+        assert answering(server, version=version) == expected
+    for unknown in ("c", "", first[:4], "f" * 64):
+        reply = server.predict(params={"version": unknown})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "version_not_loaded")
+        assert reply.json()["error"]["field"] == "version"
+    reply = change(server, "rollback")
+    assert (reply.status_code, reply.json()["outcome"]) == (200, "rolled_back")
+    assert all_answering(server) == {first}
+    while reply.is_success:  # generations of other tests
         reply = change(server, "rollback")
-        assert (reply.status_code, reply.json()["outcome"]) == (200, "rolled_back")
-        assert all_answering(server) == {first}
-        assert change(server, "rollback").json()["error"]["code"] == "rollback_refused"
-        assert change(server).json()["outcome"] == "reloaded"
-        assert all_answering(server) == {second}
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "rollback_refused")
+    assert change(server).json()["outcome"] == "reloaded"
+    assert all_answering(server) == {second}
 
 
 def damage_a_byte(models: Models) -> None:
@@ -191,69 +242,46 @@ DAMAGES = (
 )
 
 
-def test_a_broken_model_is_refused_and_the_old_one_stays(models: Models) -> None:
-    digest = models.add("a")
-    with serving(models, "--workers", "2") as server:
-        for damage in DAMAGES:
-            damage(models)
-            reply = change(server)
-            error = reply.json()["error"]
-            assert (reply.status_code, error["code"]) == (409, "reload_refused")
-            assert "/models" in error["message"]
-            assert all_answering(server) == {digest}
-            shutil.rmtree(models.folder / "z", ignore_errors=True)
-        assert server.said().count("reload for a request refused: ") == len(DAMAGES)
-        assert "Traceback" not in server.said()
-        server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "reload for SIGHUP refused: " in server.said())
-        # A worker that starts now answers like the other, though the original is no more.
-        server.kill_worker()
-        assert all_answering(server) == {digest}
-        refusals = server.metric('confpred_reloads_total{outcome="refused"}')
-        assert refusals == len(DAMAGES) + 1
-
-
-def test_trees_that_lead_nowhere_are_refused_though_their_digests_are_right(models: Models) -> None:
-    digest = models.add("a")
-    with serving(models) as server:
-        models.add("b", trees=("split_feature=[0-9]+", "split_feature=99999"))
+def test_a_broken_model_is_refused_and_the_old_one_stays(shared: Shared) -> None:
+    server, models = shared.server, shared.models
+    counted = 'confpred_reloads_total{outcome="refused"}'
+    before, told = server.metric(counted), server.said().count("reload for a request refused: ")
+    for damage in DAMAGES:
+        damage(models)
         reply = change(server)
-        assert reply.status_code == 409
-        damaged = f"{models.folder}/b/depthwise_wgrad.order.txt is damaged"
-        reason = f"{damaged}: tree 0 has a split_feature"
-        assert reason in reply.json()["error"]["message"]
-        assert answering(server) == digest
-    code, said = refused("--port", "0", "--model", str(models.folder))
-    assert (code, len(said.splitlines())) == (1, 1)
-    assert reason in said
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (409, "reload_refused")
+        assert "/models" in error["message"]
+        assert all_answering(server) == {shared.digest}
+        shutil.rmtree(models.folder / "z", ignore_errors=True)
+    assert server.said().count("reload for a request refused: ") == told + len(DAMAGES)
+    assert "Traceback" not in server.said()
+    server.process.send_signal(signal.SIGHUP)
+    eventually(lambda: "reload for SIGHUP refused: " in server.said())
+    # A worker that starts now answers like the other, though the original is no more.
+    server.kill_worker()
+    assert all_answering(server) == {shared.digest}
+    assert server.metric(counted) == before + len(DAMAGES) + 1
 
 
-CRASHING = """
-import os, signal, sys
-
-def crash(event, arguments):
-    # A published copy of the model "crash" is read, by a worker or by what is to spare it that.
-    if event == "open" and not arguments[2] & os.O_WRONLY:
-        path = os.fspath(arguments[0]) if not isinstance(arguments[0], int) else ""
-        if "/generations/" in str(path) and "/crash/card.json" in str(path):
-            os.kill(os.getpid(), signal.SIGSEGV)
-
-sys.addaudithook(crash)
-"""
+def test_trees_that_lead_nowhere_are_refused_though_their_digests_are_right(shared: Shared) -> None:
+    shared.models.add("b", trees=("split_feature=[0-9]+", "split_feature=99999"))
+    reply = change(shared.server)
+    assert reply.status_code == 409
+    damaged = f"{shared.models.folder}/b/depthwise_wgrad.order.txt is damaged"
+    assert f"{damaged}: tree 0 has a split_feature" in reply.json()["error"]["message"]
+    assert answering(shared.server) == shared.digest
 
 
-def test_a_model_that_crashes_native_code_is_refused(models: Models, tmp_path: Path) -> None:
-    digest = models.add("a")
-    (tmp_path / "sitecustomize.py").write_text(CRASHING)
-    with serving(models, PYTHONPATH=str(tmp_path)) as server:
-        workers = server.workers()
-        models.add("crash")
-        reply = change(server)
-        assert reply.status_code == 409
-        said = reply.json()["error"]["message"]
-        assert "a process that tried crash ended by SIGSEGV" in said
-        assert answering(server) == digest
-        assert server.workers() == workers
+def test_a_model_that_crashes_native_code_is_refused(shared: Shared) -> None:
+    workers = shared.server.workers()
+    shared.models.add("crash")
+    reply = change(shared.server)
+    assert reply.status_code == 409
+    said = reply.json()["error"]["message"]
+    assert "a process that tried crash ended by SIGSEGV" in said
+    assert answering(shared.server) == shared.digest
+    assert shared.server.workers() == workers
 
 
 @pytest.mark.slow(reason="workers end and are replaced")
@@ -281,15 +309,12 @@ def test_a_worker_that_is_killed_after_a_switch_is_no_reason_to_return(models: M
         assert all_answering(server) == {digest}
 
 
-def test_a_model_replaced_in_place_is_not_seen_before_the_reload(models: Models) -> None:
-    digest = models.add("a")
-    with serving(models, "--workers", "2") as server:
-        shutil.rmtree(models.folder / "a")
-        replaced = models.add("a")
-        server.kill_worker()
-        assert all_answering(server) == {digest}
-        change(server)
-        assert all_answering(server) == {replaced}
+def test_a_model_replaced_in_place_is_not_seen_before_the_reload(shared: Shared) -> None:
+    shutil.rmtree(shared.models.folder / "a")
+    replaced = shared.models.add("a")
+    assert all_answering(shared.server) == {shared.digest}
+    change(shared.server)
+    assert all_answering(shared.server) == {replaced}
 
 
 @pytest.mark.slow(reason="a server loads its models many times")
@@ -309,7 +334,7 @@ def test_reloads_do_not_add_up_in_memory(models: Models) -> None:
 
 def test_a_new_version_is_seen_if_asked_to_look(models: Models) -> None:
     models.add("a")
-    with serving(models, "--workers", "2", "--watch-models", "1") as server:
+    with serving(models, "--watch-models", "1") as server:
         digest = models.add("b")
         eventually(lambda: answering(server) == digest)
         models.add("z", format="confpred-model/99")
@@ -317,15 +342,12 @@ def test_a_new_version_is_seen_if_asked_to_look(models: Models) -> None:
         assert answering(server) == digest
 
 
-def test_pins_are_read_again_too(models: Models, tmp_path: Path) -> None:
-    models.add("a")
-    pins = tmp_path / "pins.json"
+def test_pins_are_read_again_too(shared: Shared) -> None:
+    server = shared.server
     pin = {"device": "h100", "problem": ONE["problem"], "provider": "pytorch", "config": {}}
-    pins.write_text('{"format": "confpred-pins/1", "pins": []}')
-    with serving(models, "--plan", str(pins)) as server:
-        found: list[object] = [server.predict().json()["choices"][0][0]["source"]]
-        for text in (json.dumps({"format": "confpred-pins/1", "pins": [pin]}), "{}"):
-            pins.write_text(text)
-            found.append(change(server).status_code)
-            found.append(server.predict().json()["choices"][0][0]["source"])
+    found: list[object] = [server.predict().json()["choices"][0][0]["source"]]
+    for text in (json.dumps({"format": "confpred-pins/1", "pins": [pin]}), "{}"):
+        shared.pins.write_text(text)
+        found.append(change(server).status_code)
+        found.append(server.predict().json()["choices"][0][0]["source"])
     assert found == ["predicted", 200, "pinned", 409, "pinned"]

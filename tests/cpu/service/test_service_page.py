@@ -372,7 +372,7 @@ def test_an_explanation_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(problems)
         return explain_layers(*problems, **how)
 
-    monkeypatch.setattr(explain, "explain_layers", counted)
+    monkeypatch.setattr(explain, "explain_layers", counted)  # the same, and counts its calls
     with TestClient(create_app(Settings(), PREDICTOR)) as client:
         query = {**EXAMPLE.to_texts(), "device": "h100"}
         first, second = (client.get("/", params=query).text for _ in range(2))

@@ -204,7 +204,7 @@ def test_what_a_service_offers_is_believed_as_far_as_it_is_a_model(
     if kind == "a digest":
         digest = "../../../../tmp/x" + digest[17:]
     if kind == "a size":
-        monkeypatch.setattr(transfer, "_MOST_BYTES", 1000)
+        monkeypatch.setattr(transfer, "_MOST_BYTES", 1000)  # instead of gigabytes to send
         said = "has more than 1000 bytes"
     listed = {"device": "h100", "digest": digest, "in_use": True, "name": "x", "created": "2026"}
     with offering(listed, files) as url:
@@ -315,6 +315,7 @@ def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
         (out / "card.json").write_text(json.dumps(card))
         return Outcome(device, Verdict(True, "made up", 10, 3), None)
 
+    # Training eight models would take an hour.
     monkeypatch.setattr(exchanged, "retrain_from", trained)
     shutil.copytree(shipped["h200"], tmp_path / "models" / "h200-1")
     settings = Settings(model=str(tmp_path / "models"), exchange=str(tmp_path / "exchange"))

@@ -11,19 +11,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import running
+from served import Server
 
 EXAMPLES = os.environ.get("CONFPRED_FUZZ_EXAMPLES", "60")
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("service"), "--no-access-log") as server:
-        yield server.url
+@pytest.fixture
+def address(plain_server: Server) -> str:
+    return plain_server.url
 
 
 def schemathesis(address: str, folder: Path, mode: str, **environment: str) -> Counter[int]:

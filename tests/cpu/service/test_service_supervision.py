@@ -65,9 +65,9 @@ def status(connection: http.client.HTTPConnection) -> int | None:
 
 
 def test_connections_are_spread_evenly_and_a_killed_worker_costs_its_own_alone(
-    tmp_path: Path,
+    tmp_path: Path, temporary: Path
 ) -> None:
-    with running(tmp_path, "--workers", "2") as server:
+    with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
         for _ in range(7):  # those that close count no longer
             assert server.get("/healthz").status_code == 200
         eventually(lambda: established(server) == [0, 0])
@@ -83,6 +83,10 @@ def test_connections_are_spread_evenly_and_a_killed_worker_costs_its_own_alone(
         assert server.metric("confpred_workers_replaced_total") == 1
         assert re.search(r"worker \d ended by SIGKILL; another starts", server.said())
         assert server.process.poll() is None
+        workers = server.workers()  # none of which outlives its server
+        assert len(workers) == 2
+        server.process.kill()
+        eventually(lambda: not any(alive(worker) for worker in workers))
 
 
 def established(server: Server) -> list[int]:
@@ -114,14 +118,6 @@ def test_the_only_worker_is_replaced_while_requests_wait(tmp_path: Path) -> None
             time.sleep(0.5)
             server.process.send_signal(signal.SIGCONT)
             assert reply.result().status_code == 200
-
-
-def test_no_worker_outlives_its_server(tmp_path: Path, temporary: Path) -> None:
-    with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
-        workers = server.workers()
-        assert len(workers) == 2
-        server.process.kill()
-        eventually(lambda: not any(alive(worker) for worker in workers))
 
 
 def lose_models(temporary: Path) -> None:

@@ -83,14 +83,6 @@ def command(folder: Path, *words: str) -> str:
     return done.output
 
 
-def test_content_decides_what_is_new(
-    server: Server, secrets: dict[str, str], rows: pa.Table
-) -> None:
-    assert sent(server, whole(rows.slice(0, 200)), secrets["one"])["rows"] == 200
-    again = sent(server, whole(called(rows.slice(0, 200), "another run")), secrets["another"])
-    assert (again["state"], again["rows"]) == ("admitted", 0)
-
-
 def test_an_uploader_is_listed_revoked_and_queued_again(
     server: Server,
     folder: Path,
@@ -222,6 +214,7 @@ def test_a_check_has_limits_of_time_and_memory(
     for limit, (state, reason) in limits.items():
         program = f"import confpred.service.keeper as k; k.{limit}; k.main()"
         words = [sys.executable, "-c", program]
+        # The limits of the checker's process are others.
         monkeypatch.setattr(keeper, "command", lambda _, *more, own=words: (*own, *more))
         checking = keeper.Keeper(Settings(exchange=str(tmp_path)), os.getpid())
         upload = arrived(len(limit))  # of another number each
