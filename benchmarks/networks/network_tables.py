@@ -60,11 +60,12 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     )  # fmt: skip
     fields = ("over_eager", "over_reduce-overhead", "graph_over_compile")
     rows = result["rows"]
-    kinds = dict.fromkeys(kind.kind for kind in BROAD.values())
-    groups = [(kind, [r for r in rows if BROAD[r["network"]].kind == kind]) for kind in kinds]
-    groups += [(f"all, {mode}", [r for r in rows if r["mode"] == mode]) for mode in MODES]
+    groups: dict[str, list[Row]] = {kind.kind.partition(",")[0]: [] for kind in BROAD.values()}
+    for row in rows:
+        groups[BROAD[row["network"]].kind.partition(",")[0]].append(row)
+    groups |= {f"all, {mode}": [r for r in rows if r["mode"] == mode] for mode in MODES}
     cells = []
-    for name, group in groups:
+    for name, group in groups.items():
         means = [c for field in fields for c in _mean_and_least(_values(group, "optimize", field))]
         counted = _count(group, "optimize")
         cells.append((name, counted if counted != "0" else "", *means, _noise(group)))

@@ -65,8 +65,8 @@ KEY = ("network", "mode", "batch", "way")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A network of the broad suite: what such networks are for, by which tables group; the shape of
-    an input without its batch; modes with their batches."""
+    """A network of the broad suite: what such networks are for, up to a comma, by which a table
+    groups; the shape of an input without its batch; modes with their batches."""
 
     kind: str
     shape: tuple[int, ...]
@@ -78,14 +78,18 @@ _IMAGE, _LARGE = (3, 224, 224), (3, 512, 512)
 #: are run so, and are 1 where they are served so. Functions of these names in
 #: `benchmarks.networks.broad_models` make them; the others are timm's.
 BROAD = {
-    "mobilenetv4_conv_medium": Kind("depthwise", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))),
-    "fastvit_sa12": Kind("depthwise", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
-    "regnety_016": Kind("grouped", _IMAGE, ((INFERENCE, 128), (TRAINING, 64))),
-    "seresnext50_32x4d": Kind("grouped", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
-    "hrnet_w18": Kind("dense", _IMAGE, ((INFERENCE, 128),)),
-    "repvgg_a2": Kind("dense", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))),
-    "resnet50": Kind("dense", _IMAGE, ((INFERENCE, 1),)),
-    "eca_nfnet_l0": Kind("normaliser-free", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
+    "mobilenetv4_conv_medium": Kind(
+        "classification, depthwise", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))
+    ),
+    "fastvit_sa12": Kind("classification, depthwise", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
+    "regnety_016": Kind("classification, grouped", _IMAGE, ((INFERENCE, 128), (TRAINING, 64))),
+    "seresnext50_32x4d": Kind("classification, grouped", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
+    "hrnet_w18": Kind("classification, dense", _IMAGE, ((INFERENCE, 128),)),
+    "repvgg_a2": Kind("classification, dense", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))),
+    "resnet50": Kind("classification, dense", _IMAGE, ((INFERENCE, 1),)),
+    "eca_nfnet_l0": Kind(
+        "classification, normaliser-free", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))
+    ),
     "detector": Kind("detection", (3, 640, 640), ((INFERENCE, 1), (INFERENCE, 16), (TRAINING, 16))),
     "pyramid_detector": Kind("detection", _LARGE, ((INFERENCE, 4),)),
     "unet": Kind("segmentation", _LARGE, ((INFERENCE, 8), (TRAINING, 8))),
