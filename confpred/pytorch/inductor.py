@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from confpred.pytorch.passes import Run, val_of
 
-
 log = logging.getLogger("confpred")
 
 
@@ -29,8 +28,8 @@ def is_available() -> bool:
     missing = " and ".join(name for name, is_there in found.items() if not is_there)
     if missing:
         log.warning(
-            "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps take"
-            " longer; inductor=False says that this is meant", missing,
+            "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps"
+            " take longer; inductor=False says that this is meant", missing,
         )  # fmt: skip
     return not missing
 
