@@ -188,7 +188,7 @@ _RUNS = (
 )  # fmt: skip
 #: Results that a device may lack.
 OPTIONAL = (
-    *("networks.json", "networks_cold.json", "sampling_plans.json"),
+    *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
     *("captured_networks.json", "losses.json", "pytorch_epilogues.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.

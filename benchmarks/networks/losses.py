@@ -5,7 +5,7 @@ beside how far PyTorch takes it from itself.
 
 Each seed gives weights, with which every run starts, and images: eight batches of random patterns,
 one a class, under noise. *deterministic* is eager with cuDNN's deterministic algorithms, and
-*channels first* with the algorithms of that layout; *inductor* is `optimize` with that option. A
+*channels first* with the algorithms of that layout. A
 distance is the mean over the steps of the difference between two losses, relative to eager's.
 Autocast to float16, SGD with momentum; the rate rises over the first 20 steps.
 """
@@ -26,7 +26,8 @@ from benchmarks.networks.network_models import Setting
 from benchmarks.provenance import folder_of, is_published, provenance, write
 
 NETWORKS = ("resnet18", "mnasnet_100", "efficientnet_b0", "rexnet_150")
-WAYS = ("eager", "deterministic", "channels first", "optimize", "inductor")
+WAYS = ("eager", "deterministic", "channels first", "optimize", "inductor=False")
+OPTIMIZED: dict[str, dict[str, Any]] = {"optimize": {}, "inductor=False": {"inductor": False}}
 BATCHES, CLASSES, RATE, RISE = 8, 10, 0.01, 20
 
 
@@ -38,7 +39,7 @@ def batches(way: str, setting: Setting, seed: int) -> list[tuple[Tensor, Tensor]
     """Return images and labels."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(CLASSES, 3, 8, 8, generator=generator)
-    patterns = F.interpolate(coarse, (setting.size, setting.size), mode="bilinear")
+    patterns = F.interpolate(coarse, setting.shape[1:], mode="bilinear")
     made = []
     for _ in range(BATCHES):
         labels = torch.randint(CLASSES, (setting.batch,), generator=generator)
@@ -78,14 +79,14 @@ def started(way: str, setting: Setting) -> nn.Module:
 
     model = timm.create_model(setting.network, num_classes=CLASSES, drop_rate=0.0).train()
     model = model.to(setting.device, memory_format=layout_of(way))
-    if way in ("optimize", "inductor"):
-        confpred.optimize(model, inductor=way == "inductor")
+    if way in OPTIMIZED:
+        confpred.optimize(model, **OPTIMIZED[way])
     return model
 
 
 def rows_of(network: str, told: argparse.Namespace) -> list[dict[str, Any]]:
     """Return for each seed the losses of each way, and their distances from eager's."""
-    setting = Setting(network, "training", told.batch, told.size, told.device)
+    setting = Setting(network, "training", told.batch, (3, told.size, told.size), told.device)
     weights = []
     for seed in range(told.seeds):
         torch.manual_seed(seed)

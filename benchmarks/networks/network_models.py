@@ -1,13 +1,10 @@
-"""The networks of `benchmarks.networks.networks`: built, and made into steps that can be timed.
+"""The networks of `benchmarks.networks`, built, with inputs and a loss.
 
-A step is what a user's loop does once: a forward pass in inference, and forward, backward and the
-optimizer's update in training.
+A network of four-dimensional inputs is channels last, and any other as PyTorch makes it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-Step = Callable[[], Tensor]
+from benchmarks.networks import broad_models
+from confpred.pytorch.benchmark import Subject, mean_square
+
+CHECKED = 8  # images, in inference, where they do not depend on one another
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +25,29 @@ class Setting:
     """A network's step, whoever computes its convolutions.
 
     Attributes:
-        network: timm's name of it.
+        network: timm's name of it, or a function of `broad_models`.
         mode: ``inference`` (half precision) or ``training`` (autocast, SGD with momentum).
         batch: images a step.
-        size: height and width of an image.
+        shape: of an image.
         device: ``cuda``; ``cpu`` is for trying the script out, in bfloat16.
     """
 
     network: str
     mode: str
     batch: int
-    size: int = 224
+    shape: tuple[int, ...] = (3, 224, 224)
     device: str = "cuda"
 
     @property
     def half(self) -> torch.dtype:
         return torch.float16 if self.device == "cuda" else torch.bfloat16
 
+    @property
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if len(self.shape) == 3 else torch.preserve_format
+
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device, self.half)
-
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 def network(setting: Setting) -> nn.Module:
@@ -55,8 +56,11 @@ def network(setting: Setting) -> nn.Module:
     torch.manual_seed(0)
     import timm
 
-    model: nn.Module = timm.create_model(setting.network, pretrained=False)
-    return model.to(setting.device, memory_format=torch.channels_last)
+    own = getattr(broad_models, setting.network, None)
+    model: nn.Module = timm.create_model(setting.network) if own is None else own()
+    model = model.to(setting.device)
+    rank = len(setting.shape) - 1
+    return model.to(memory_format=torch.channels_last) if rank == 2 else model
 
 
 def lively_network(setting: Setting) -> nn.Module:
@@ -79,58 +83,29 @@ def lively_network(setting: Setting) -> nn.Module:
 
 
 def _set_statistics(model: nn.Module, setting: Setting) -> None:
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = None  # the mean over all batches so far, here of one
-    images = torch.randn(8, 3, setting.size, setting.size).to(setting.device)
+    images = torch.randn(min(8, 2 * setting.batch), *setting.shape).to(setting.device)
     with torch.no_grad(), torch.random.fork_rng():
-        model(images.to(memory_format=torch.channels_last))
+        model(images.to(memory_format=setting.layout))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
 
 
-def prepared(model: nn.Module, setting: Setting) -> nn.Module:
-    """Return a copy of `model` as the setting's mode wants it; every variant gets its own."""
-    model = copy.deepcopy(model)
-    return model.train() if setting.mode == "training" else model.eval().to(setting.half)
-
-
-def images_and_labels(setting: Setting) -> tuple[Tensor, Tensor]:
+def subject_of(setting: Setting, model: nn.Module) -> Subject:
+    """Return the step of `model` on random inputs; a classifier's loss is of random labels."""
     generator = torch.Generator().manual_seed(1)
-    images = torch.randn(setting.batch, 3, setting.size, setting.size, generator=generator)
-    labels = torch.randint(1000, (setting.batch,), generator=generator)
-    if setting.mode == "inference":
-        images = images.to(setting.half)
-    images = images.to(setting.device, memory_format=torch.channels_last)
-    return images, labels.to(setting.device)
+    images = torch.randn(setting.batch, *setting.shape, generator=generator)
+    labels = torch.randint(1000, (setting.batch,), generator=generator).to(setting.device)
 
+    def cross_entropy(out: Tensor) -> Tensor:
+        return F.cross_entropy(out.float(), labels)
 
-def step_of(model: nn.Module, forward: Any, setting: Setting, data: tuple[Tensor, Tensor]) -> Step:
-    """One step of `model`, which is called by `forward` (itself, or what it was compiled to).
-
-    Returns:
-        A function without arguments that returns the output, or the loss in training.
-    """
-    images, labels = data
-
-    def infer() -> Tensor:
-        with torch.no_grad():
-            out: Tensor = forward(images)
-        return out
-
-    if setting.mode == "inference":
-        return infer
-    # A small rate: the figures are of time, and the loss must stay finite however many steps.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, foreach=True)
-
-    def train() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with setting.autocast():
-            out = forward(images)
-        loss = F.cross_entropy(out.float(), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return train
+    is_classifier = not hasattr(broad_models, setting.network)
+    return Subject(
+        model, (images.to(setting.device).to(memory_format=setting.layout),),
+        training=setting.mode == "training", loss=cross_entropy if is_classifier else mean_square,
+        half=setting.half, checked=CHECKED,
+    )  # fmt: skip

@@ -9,16 +9,17 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.networks.networks import BROAD, MODES
+
 #: Begins a way that leaves out a part of `optimize`.
 WITHOUT = "without "
 PARTS = {"norms": "batch norm by confpred", "convert": "casts by one call"}
 Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 Row = dict[str, Any]
-MODES = ("inference", "training")
 #: Ways whose wall time is shown beside eager PyTorch's, and their names in a table.
 WAYS = {
     "optimize": "`optimize`",
-    "inductor": "with `inductor`",
+    "inductor=False": "`inductor=False`",
     "freeze": "with `freeze`",
     "compile": "`torch.compile`",
     "reduce-overhead": "its mode `reduce-overhead`",
@@ -30,7 +31,7 @@ RUNS = {
     **WAYS,
 }
 #: Ways of confpred's, and what the name of a step says of them.
-OURS = {"optimize": "", "inductor": ", with `inductor`"}
+OURS = {"optimize": "", "inductor=False": ", `inductor=False`"}
 
 
 def summary(result: dict[str, Any], markdown: Markdown) -> str:
@@ -45,10 +46,55 @@ def summary(result: dict[str, Any], markdown: Markdown) -> str:
         cells = [_count(group, way)]
         for field in ("over_eager", "graph_over_eager", "graph_over_compile"):
             cells += _mean_and_least(_values(group, way, field))
-        noise = _values(group, "again", "over_eager")
-        cells.append(f"{min(noise):.2f}x to {max(noise):.2f}x" if noise else "")
-        rows.append((name, *cells))
+        rows.append((name, *cells, _noise(group)))
     return _filled(heads, rows, markdown)
+
+
+def broad(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate the default way on networks of many kinds, over eager and over what PyTorch offers:
+    its compiler with CUDA graphs in wall time, its compiler in GPU time."""
+    heads = (
+        "networks", "steps", "wall time over eager: geomean", "least",
+        "over `reduce-overhead`: geomean", "least", "GPU time over Inductor: geomean", "least",
+        "eager over itself",
+    )  # fmt: skip
+    fields = ("over_eager", "over_reduce-overhead", "graph_over_compile")
+    rows = result["rows"]
+    groups: dict[str, list[Row]] = {kind.kind.partition(",")[0]: [] for kind in BROAD.values()}
+    for row in rows:
+        groups[BROAD[row["network"]].kind.partition(",")[0]].append(row)
+    groups |= {f"all, {mode}": [r for r in rows if r["mode"] == mode] for mode in MODES}
+    cells = []
+    for name, group in groups.items():
+        means = [c for field in fields for c in _mean_and_least(_values(group, "optimize", field))]
+        counted = _count(group, "optimize")
+        cells.append((name, counted if counted != "0" else "", *means, _noise(group)))
+    return _filled(heads, cells, markdown)
+
+
+def broad_each(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate each step of the broad suite."""
+    heads = ("network", "kind", "step, batch", "over eager", "over `reduce-overhead`",
+             "GPU time over Inductor", "the same, `inductor=False`", "memory over r-o")  # fmt: skip
+    steps: dict[tuple[str, str, int], dict[str, Row]] = {}
+    for row in result["rows"]:
+        steps.setdefault((row["network"], row["mode"], row["batch"]), {})[row["way"]] = row
+    cells = []
+    for (network, mode, batch), ways in steps.items():
+        ours, theirs = ways.get("optimize", {}), ways.get("reduce-overhead", {})
+        memory = [way.get("peak_mb") for way in (ours, theirs)]
+        shown = [
+            _shown(ours, f) for f in ("over_eager", "over_reduce-overhead", "graph_over_compile")
+        ]
+        shown.append(_shown(ways.get("inductor=False", {}), "graph_over_compile"))
+        shown.append(f"{memory[0] / memory[1]:.2f}x" if all(memory) else "")
+        cells.append((network, BROAD[network].kind, f"{mode}, {batch}", *shown))
+    return _filled(heads, cells, markdown, 3)
+
+
+def _noise(group: Sequence[Row]) -> str:
+    noise = _values(group, "again", "over_eager")
+    return f"{min(noise):.2f}x to {max(noise):.2f}x" if noise else ""
 
 
 def _filled(
@@ -67,7 +113,7 @@ def parts(result: dict[str, Any], markdown: Markdown) -> str:
     it."""
     found: dict[tuple[str, str], list[float]] = {}
     for name, group in _groups(result["rows"]):
-        whole = {row["network"]: row.get("graph_ms") for row in group if row["way"] == "optimize"}
+        whole = {r["network"]: r.get("graph_ms") for r in group if r["way"] == "inductor=False"}
         for row in group:
             if row["way"].startswith(WITHOUT) and row.get("graph_ms"):
                 gain = row["graph_ms"] / whole[row["network"]]
@@ -97,7 +143,7 @@ def per_network(result: dict[str, Any], markdown: Markdown) -> str:
 
 def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
     """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
-    names = ("eager", "optimize", "inductor", "compile")
+    names = ("eager", "optimize", "inductor=False", "compile")
     shown = {"eager": "eager"} | WAYS
     heads = ["step"]
     heads += [f"first step, {shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
@@ -238,6 +284,8 @@ def fused_operators(result: dict[str, Any], markdown: Markdown) -> str:
 
 #: Table -> its result files, and the function that makes it.
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "broad": (("broad.json",), broad),
+    "broad-each": (("broad.json",), broad_each),
     "networks": (("networks.json",), summary),
     "networks-each": (("networks.json",), per_network),
     "networks-parts": (("networks.json",), parts),

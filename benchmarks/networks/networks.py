@@ -1,21 +1,22 @@
 """Whole networks with and without confpred: wall time, GPU time, first step, peak memory.
 
-    python -m benchmarks.networks.networks [--networks A,B] [--modes inference,training]
-        [--batches 1,16,128] [--ways eager,again,optimize] [--budget SECONDS] [--resume]
+    python -m benchmarks.networks.networks [--suite tuned|broad] [--networks A,B]
+        [--modes inference,training] [--batches 1,16,128] [--ways eager,again,optimize]
+        [--budget SECONDS] [--resume] [--gpus N]
 
-timm's networks with random weights on random images of 224 x 224, channels last. *Inference* is the
-model in float16 under ``torch.no_grad``; *training* is forward under autocast to float16,
-cross-entropy, backward, and SGD with momentum (``foreach``). cuDNN's benchmark mode is on.
+The suite *tuned* is of timm's networks on images of 224 x 224, which confpred was developed with;
+*broad* is of ten kinds of networks that it was not (`benchmarks.networks.broad_models`), with
+batches of their own. Weights and inputs are random; what is four-dimensional is channels last.
+*Inference* is the model in float16 under ``torch.no_grad``; *training* is forward under autocast to
+float16, loss, backward, and SGD with momentum (``foreach``). cuDNN's benchmark mode is on.
 
 Each network, mode and batch has a process of its own; the next one imports meanwhile. All ways are
-timed in it, in random order in rounds. A turn is one step that is not timed, a synchronisation, and
-as many steps as take ``--turn`` seconds, until the device is done with the last. *Wall time* is
-that, as a user runs the way; *GPU time* is that of one CUDA graph of the whole step. A figure is
-the median over the rounds, a ratio the median of the rounds' ratios. ``again`` is eager once more:
-its ratio is the noise. Each way's first output, in training all gradients, is compared with
-float32; a way that is much further from it than eager PyTorch is recorded as an error. *First step*
-is the first call, compilation included. Kernels that an earlier process compiled are in the caches;
-with ``--cold`` the caches are empty, and the result is ``networks_cold.json``.
+timed in it, in turns (`confpred.pytorch.benchmark`). *Wall time* is of the step as a user runs the
+way; *GPU time* is that of one CUDA graph of the whole step. ``again`` is eager once more: its ratio
+is the noise. Each way's first output, in training all gradients, is compared with float32; a way
+that is much further from it than eager PyTorch is recorded as an error. *First step* is the first
+call, compilation included. Kernels that an earlier process compiled are in the caches; with
+``--cold`` the caches are empty, and the result is ``networks_cold.json``.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -30,22 +31,28 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from benchmarks.provenance import RESULTS, is_published, provenance, write
 
-STEPS = (sys.executable, "-m", "benchmarks.networks.network_steps")
+PROGRAM = (sys.executable, "-m", "benchmarks.networks.network_steps")
 NETWORKS = (
     "rexnet_150", "mnasnet_100", "densenet121", "seresnext26t_32x4d", "xception41",
     "inception_next_tiny", "ghostnet_100", "resnet18", "resnet50", "efficientnet_b0",
     "convnext_tiny", "mobilenetv3_large_100", "mobilenetv4_conv_medium", "regnety_040",
     "regnetx_016", "resnext50_32x4d", "fastvit_sa12",
 )  # fmt: skip
-MODES, BATCHES = ("inference", "training"), (1, 16, 32, 128)
+INFERENCE, TRAINING = MODES = ("inference", "training")
+BATCHES = (1, 16, 32, 128)
 #: Ways of running a network. ``again`` is eager once more: the two differ by the noise.
-WAYS = ("eager", "again", "optimize", "freeze", "compile", "reduce-overhead", "inductor")
+WAYS = (
+    "eager", "again", "optimize", "inductor=False", "freeze", "compile", "reduce-overhead",
+)  # fmt: skip
 LEAST_S = 20  # less than this left of the budget, and no new process is started
 #: Ways that show what a part of `optimize` brings, a module and its function that they do without;
 #: measured where they are asked for.
@@ -56,19 +63,65 @@ PARTS = {
 KEY = ("network", "mode", "batch", "way")
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A network of the broad suite: what such networks are for, up to a comma, by which a table
+    groups; the shape of an input without its batch; modes with their batches."""
+
+    kind: str
+    shape: tuple[int, ...]
+    steps: tuple[tuple[str, int], ...]
+
+
+_IMAGE, _LARGE = (3, 224, 224), (3, 512, 512)
+#: The broad suite, listed before anything is tuned by it: batches fill the GPU where such networks
+#: are run so, and are 1 where they are served so. Functions of these names in
+#: `benchmarks.networks.broad_models` make them; the others are timm's.
+BROAD = {
+    "mobilenetv4_conv_medium": Kind(
+        "classification, depthwise", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))
+    ),
+    "fastvit_sa12": Kind("classification, depthwise", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
+    "regnety_016": Kind("classification, grouped", _IMAGE, ((INFERENCE, 128), (TRAINING, 64))),
+    "seresnext50_32x4d": Kind("classification, grouped", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))),
+    "hrnet_w18": Kind("classification, dense", _IMAGE, ((INFERENCE, 128),)),
+    "repvgg_a2": Kind("classification, dense", _IMAGE, ((INFERENCE, 128), (TRAINING, 128))),
+    "resnet50": Kind("classification, dense", _IMAGE, ((INFERENCE, 1),)),
+    "eca_nfnet_l0": Kind(
+        "classification, normaliser-free", _IMAGE, ((INFERENCE, 64), (TRAINING, 64))
+    ),
+    "detector": Kind("detection", (3, 640, 640), ((INFERENCE, 1), (INFERENCE, 16), (TRAINING, 16))),
+    "pyramid_detector": Kind("detection", _LARGE, ((INFERENCE, 4),)),
+    "unet": Kind("segmentation", _LARGE, ((INFERENCE, 8), (TRAINING, 8))),
+    "dilated_pyramid": Kind("segmentation", _LARGE, ((INFERENCE, 8), (TRAINING, 8))),
+    "diffusion_unet": Kind("diffusion", (4, 64, 64), ((INFERENCE, 2), (TRAINING, 8))),
+    "latent_decoder": Kind("diffusion", (4, 64, 64), ((INFERENCE, 1),)),
+    "edsr": Kind("super-resolution", (3, 256, 256), ((INFERENCE, 1), (TRAINING, 16))),
+    "separable_sr": Kind("super-resolution", (3, 256, 256), ((INFERENCE, 1),)),
+    "replknet": Kind("large filters", _IMAGE, ((INFERENCE, 32), (TRAINING, 16))),
+    "inception_next_tiny": Kind("large filters", _IMAGE, ((INFERENCE, 64),)),
+    "x3d": Kind("video", (3, 13, 160, 160), ((INFERENCE, 8), (TRAINING, 8))),
+    "r2plus1d": Kind("video", (3, 16, 112, 112), ((INFERENCE, 4),)),
+    "unet_volumes": Kind("volumes", (1, 96, 96, 96), ((INFERENCE, 1), (TRAINING, 2))),
+    "conformer": Kind("speech", (500, 256), ((INFERENCE, 16), (TRAINING, 16))),
+    "conv_tasnet": Kind("speech", (1, 32000), ((TRAINING, 4),)),
+    "hifigan": Kind("speech", (80, 128), ((INFERENCE, 1), (TRAINING, 16))),
+}
+
+
 class Started:
     """A process of ``network_steps.py`` that imports, and waits for its turn at the GPU."""
 
-    def __init__(self, task: dict[str, Any], cold: bool) -> None:
+    def __init__(self, task: dict[str, Any], cold: bool, gpu: int = 0) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.out = Path(self.folder.name) / "out.json"
-        environment = dict(os.environ)
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu else {})
         if cold:
             environment |= {
                 "TORCHINDUCTOR_CACHE_DIR": f"{self.folder.name}/inductor",
                 "CONFPRED_CACHE_DIR": f"{self.folder.name}/kernels",
             }
-        command = [*STEPS, json.dumps(task), str(self.out)]
+        command = [*PROGRAM, json.dumps(task), str(self.out)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -85,26 +138,16 @@ class Started:
                 _, errors = self.process.communicate("go\n", timeout=seconds)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.communicate()
-                return None, "stopped for want of time"
-            if errors:
-                print(errors[-3000:], file=sys.stderr)
-            last = (errors.strip().splitlines() or ["no message"])[-1]
+                _, errors = self.process.communicate()
+                return None, f"stopped for want of time: {_last(errors)}".rstrip(": ")
+            print(errors[-3000:], file=sys.stderr, end="")
             return (
                 json.loads(self.out.read_text()) if self.out.exists() else None
-            ), f"exit {self.process.returncode}: {last[-200:]}"
+            ), f"exit {self.process.returncode}: {_last(errors) or 'no message'}"
 
 
-def started_ahead(
-    tasks: Sequence[dict[str, Any]], cold: bool
-) -> Iterator[tuple[dict[str, Any], Started]]:
-    """Yield each task with its process, after the next one has been started."""
-    ready: deque[tuple[dict[str, Any], Started]] = deque()
-    for task in tasks:
-        ready.append((task, Started(task, cold)))
-        if len(ready) > 1:
-            yield ready.popleft()
-    yield from ready
+def _last(errors: str) -> str:
+    return (errors.strip().splitlines() or [""])[-1][-200:]
 
 
 def rows_of(task: dict[str, Any], found: Any, error: str) -> list[dict[str, Any]]:
@@ -132,51 +175,76 @@ def merged(
 
 
 def measure(told: argparse.Namespace) -> None:
-    """Measure, writing after each process, so that a run that is cut off loses one."""
-    name = "networks_cold" if told.cold else "networks"
+    """Measure, writing after each process, so that a run that is cut off loses one. Each GPU takes
+    the next task; they share the host."""
+    name = "broad" if told.suite == "broad" else "networks"
+    name += "_cold" if told.cold else ""
     path = told.out / f"{name}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + told.budget
     facts = provenance("torch", "timm", gpu=told.device == "cuda")
-    tasks = tasks_of(told, result)
-    for task, process in started_ahead(tasks, told.cold):
-        left = deadline - time.time()
-        if left < LEAST_S:
-            print("left out for want of time:", *(task[k] for k in KEY[:3]))
-            process.finish(0)
-            continue
-        rows = rows_of(task, *process.finish(left))
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        result = merged(result, rows, facts)
-        write(name, result, told.out)
+    facts |= {"gpus": told.gpus} if told.gpus > 1 else {}
+    waiting, lock = deque(tasks_of(told, result)), Lock()
+
+    def start(gpu: int) -> tuple[dict[str, Any], Started] | None:
+        with lock:
+            task = waiting.popleft() if waiting else None
+        return None if task is None else (task, Started(task, told.cold, gpu))
+
+    def work(gpu: int) -> None:
+        nonlocal result
+        ready = start(gpu)
+        while ready is not None:
+            task, process = ready
+            ready, left = start(gpu), deadline - time.time()
+            if left < LEAST_S:
+                print("left out for want of time:", *(task[k] for k in KEY[:3]))
+                process.finish(0)
+                continue
+            rows = rows_of(task, *process.finish(left))
+            with lock:
+                for row in rows:
+                    print(json.dumps(row), flush=True)
+                result = merged(result, rows, facts)
+                write(name, result, told.out)
+
+    with ThreadPoolExecutor(told.gpus) as threads:
+        for done in [threads.submit(work, gpu) for gpu in range(told.gpus)]:
+            done.result()
 
 
 def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a task a process: each batch, network and mode, without what `result` has."""
     known = {tuple(row[k] for k in KEY[:3]) for row in result.get("rows", ())}
+    steps: list[tuple[str, str, int, tuple[int, ...]]]
+    if told.suite == "broad":
+        steps = [
+            (n, m, batch, BROAD[n].shape) for n in told.networks for m, batch in BROAD[n].steps
+        ]
+    else:
+        shape = (3, told.size, told.size)
+        each = ((b, n, m) for b in told.batches for n in told.networks for m in MODES)
+        steps = [(n, m, b, shape) for b, n, m in each]
     return [
         {
             "network": network,
             "mode": mode,
             "batch": batch,
+            "shape": shape,
             "ways": [w for w in told.ways if w != "freeze" or mode == "inference"],
             "device": told.device,
-            "size": told.size,
             "rounds": told.rounds,
             "turn_s": told.turn,
         }
-        for batch in told.batches
-        for network in told.networks
-        for mode in told.modes
-        if not (told.resume and (network, mode, batch) in known)
+        for network, mode, batch, shape in steps
+        if mode in told.modes and not (told.resume and (network, mode, batch) in known)
     ]
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
 
-    def some(allowed: Sequence[str]) -> Any:
+    def some(allowed: Collection[str]) -> Any:
         def words(text: str) -> list[str]:
             found = [word.strip() for word in text.split(",")]
             for word in found:
@@ -187,13 +255,15 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         return words
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--networks", type=some(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--suite", choices=("tuned", "broad"), default="tuned")
+    parser.add_argument("--networks", type=some((*NETWORKS, *BROAD)), help="default: the suite's")
     parser.add_argument("--modes", type=some(MODES), default=list(MODES))
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=list(BATCHES)
     )
     parser.add_argument("--ways", type=some((*WAYS, *PARTS)), default=list(WAYS))
     parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
+    parser.add_argument("--gpus", type=int, default=1, help="processes side by side, one on each")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.05, help="seconds of a turn")
     parser.add_argument("--resume", action="store_true", help="leave out what is recorded")
@@ -202,6 +272,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=224, help="of images; other sizes are a trial")
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
     told = parser.parse_args(words)
+    of_suite = BROAD if told.suite == "broad" else NETWORKS
+    told.networks = [n for n in told.networks or of_suite if n in of_suite]
     trial = told.device == "cpu" or told.size != 224
     if trial and is_published(told.out):
         parser.error("a trial is written somewhere else: name a folder with --out")

@@ -45,7 +45,8 @@ class Options:
 
     Attributes:
         inductor: let Inductor compile the rest of a graph: fewer passes over memory, for a first
-            step that takes as long as that of ``torch.compile``.
+            step that takes as long as that of ``torch.compile``. None: on a GPU, where Triton and a
+            C compiler are installed.
         graphs: replay captured graphs as CUDA graphs.
         freeze: compute once what depends on parameters and buffers alone, such as folded filters.
             For networks whose weights are not written any more: a write is not seen.
@@ -58,7 +59,7 @@ class Options:
         InvalidInput: a value is not allowed.
     """
 
-    inductor: bool = False
+    inductor: bool | None = None
     graphs: bool = True
     freeze: bool = False
     verify: int = 0
@@ -66,9 +67,10 @@ class Options:
     limits: Limits = UNLIMITED
 
     def __post_init__(self) -> None:
-        for name in ("inductor", "graphs", "freeze"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(name, getattr(self, name), "True or False")
+        for name, more in (("inductor", ", or None"), ("graphs", ""), ("freeze", "")):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (more and value is None):
+                raise InvalidInput(name, value, f"True or False{more}")
         if type(self.verify) is not int or not 0 <= self.verify <= 8:
             raise InvalidInput("verify", self.verify, "an integer from 0 to 8")
         _ = self.wishes
@@ -130,7 +132,7 @@ class Compiler:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.inductor = options.inductor
+        self.inductor = bool(options.inductor)
         self.sites: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = Memory()
@@ -141,6 +143,9 @@ class Compiler:
 
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
+        if self.options.inductor is None:
+            on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in example_inputs)
+            self.inductor = on_gpu and inductor.is_available()
         self.inductor &= torch.backends.cudnn.enabled and not empty
         # Up to PyTorch 2.9 Dynamo gives its backend another mode than that of fake inputs, which
         # AOTAutograd refuses; only the former has an environment for the guards on shapes.

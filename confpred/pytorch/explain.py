@@ -184,7 +184,7 @@ class Recorder(Compiler):
     """Rewrites the graphs of a capture for `device`; compiles and runs nothing of confpred's."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__(Options(graphs=False))
+        super().__init__(Options(inductor=False, graphs=False))
         self._device, self._parts = device, 0
         # Before and after graphs are rewritten: kernels, and seconds of those without convolutions.
         self._launches, self._other_s = [0, 0], [0.0, 0.0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +14,25 @@ from torch import Tensor, fx
 
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run.graphs import Run
+
+log = logging.getLogger("confpred")
+
+
+@cache
+def is_available() -> bool:
+    """Return whether Inductor can compile for CUDA here: with Triton, and a C compiler that Triton
+    builds its launcher with. Where it cannot, a warning says what is missing, once."""
+    from torch.utils._triton import has_triton
+
+    compilers = filter(None, (os.environ.get("CC"), "gcc", "clang", "cc"))
+    found = {"Triton": has_triton(), "a C compiler": any(map(shutil.which, compilers))}
+    missing = " and ".join(name for name, is_there in found.items() if not is_there)
+    if missing:
+        log.warning(
+            "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps"
+            " take longer; inductor=False says that this is meant", missing,
+        )  # fmt: skip
+    return not missing
 
 
 def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.networks import losses, network_models, network_tables, networks
-from benchmarks.networks import network_steps as steps
+from benchmarks.networks import losses, network_tables, networks
 
 FACTS = {
     "date": "2026-01-01",
@@ -60,13 +58,6 @@ def test_an_error_takes_the_place_of_a_figure() -> None:
     assert "over_eager" not in row
 
 
-def test_a_ratio_is_of_times_of_one_round() -> None:
-    assert steps.ratio([6.0, 60.0, 600.0], [3.0, 20.0, 600.0]) == 2.0
-    assert steps.ratio([], [1.0]) is None
-    with pytest.raises(ValueError, match="argument 2"):
-        steps.ratio([1.0], [1.0, 2.0])
-
-
 # Processes
 
 
@@ -88,58 +79,7 @@ def test_what_is_no_result_is_refused(
     assert told in capsys.readouterr().err
 
 
-# Steps
-
-
-def _conv() -> torch.nn.Module:
-    layers = torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
-    return torch.nn.Sequential(*layers)
-
-
-def _setting(mode: str = "inference") -> Any:
-    return network_models.Setting("net", mode, 2, 8, "cpu")
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Every way is eager mode here; return what measures with one of them changed."""
-    own: Callable[..., Any] = steps.started
-
-    def measure(way: str, change: Callable[..., Any], *others: str) -> dict[str, Any]:
-        def changed(name: str, base: torch.nn.Module, *given: Any) -> Any:
-            found = own("eager", base, *given)
-            return change(*found) if name == way else found
-
-        monkeypatch.setattr(steps, "started", changed)  # one way of several is changed
-        task = {"ways": ["eager", way, *others], "rounds": 1, "turn_s": 0.001}
-        return steps.measure(_conv(), _setting(), task)
-
-    return measure
-
-
-def test_a_way_that_fails_leaves_the_others(started: Callable[..., Any]) -> None:
-    def fail() -> None:
-        raise RuntimeError("it cannot")
-
-    found = started("compile", lambda model, step: (model, fail), "again")
-    assert found["compile"] == {"error": "RuntimeError: it cannot"}
-    assert found["eager"]["over_eager"] == 1.0
-    assert found["again"]["ms"] > 0
-
-
-def test_a_way_that_computes_something_else_is_an_error(started: Callable[..., Any]) -> None:
-    found = started("optimize", lambda model, step: (model, lambda: 2 * step()))
-    assert "away from float32" in found["optimize"]["error"]
-    assert "error" not in found["eager"]
-
-
-def test_what_training_is_compared_by_are_gradients() -> None:
-    base, setting = _conv(), _setting("training")
-    data = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
-    model, step = steps.started("eager", base, setting, data)
-    found = steps.answer(model, step, setting)
-    assert found.numel() == sum(p.numel() for p in base.parameters())
-    assert found.norm() > 0
+# On the CPU
 
 
 def _trial(repository: Path, folder: Path, script: Any, words: str) -> Any:
@@ -188,7 +128,7 @@ def _result() -> dict[str, Any]:
         ]
     rows += [_row("a", "eager", 1.0, mode="inference", batch=batch, ms=1.0) for batch in (1, 16)]
     rows += [_row("a", "optimize", mode="inference", batch=1, error="no")]
-    rows += [_row("a", "inductor", 3.0)]
+    rows += [_row("a", "inductor=False", 3.0)]
     return {"rows": rows}
 
 
@@ -201,7 +141,7 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
     assert _lines("networks", _result()) == [
         "| inference, 1 | 0 of 1 |  |  |  |  |  |  |  |",
         "| training, 32 | 2 | 4.00x | 2.00x | 1.50x | 1.50x | 1.20x | 1.20x | 1.00x to 4.00x |",
-        "| training, 32, with `inductor` | 1 | 3.00x | 3.00x |  |  |  |  | 1.00x to 4.00x |",
+        "| training, 32, `inductor=False` | 1 | 3.00x | 3.00x |  |  |  |  | 1.00x to 4.00x |",
     ]
 
 
@@ -238,3 +178,47 @@ def test_the_defaults_are_what_is_published() -> None:
     told: argparse.Namespace = networks.parsed([])
     assert (told.device, told.size, told.rounds) == ("cuda", 224, 9)
     assert set(network_tables.WAYS) == set(told.ways) - {"eager", "again"}
+
+
+def test_the_broad_suite_has_batches_and_shapes_of_its_own() -> None:
+    words = ["--suite", "broad", "--networks", "detector,x3d", "--modes", "inference"]
+    tasks = networks.tasks_of(networks.parsed(words), {})
+    assert [(task["network"], task["batch"], task["shape"]) for task in tasks] == [
+        ("detector", 1, (3, 640, 640)), ("detector", 16, (3, 640, 640)),
+        ("x3d", 8, (3, 13, 160, 160)),
+    ]  # fmt: skip
+    assert sum(len(kind.steps) for kind in networks.BROAD.values()) >= 30
+    assert len({kind.kind for kind in networks.BROAD.values()}) >= 10
+
+
+@pytest.mark.parametrize("name", ["detector", "unet_volumes", "hifigan"])
+def test_networks_of_the_broad_suite_run(name: str) -> None:
+    from benchmarks.networks import broad_models
+
+    model = getattr(broad_models, name)().eval()
+    shape = {"detector": (3, 64, 64), "unet_volumes": (1, 16, 16, 16), "hifigan": (80, 4)}[name]
+    with torch.no_grad():
+        out = model(torch.randn(1, *shape))
+    assert all(x.isfinite().all() for x in (out if isinstance(out, list) else [out]))
+
+
+def test_the_broad_suite_is_shown_by_kind_and_by_step() -> None:
+    rows = [
+        {"network": "detector", "mode": "inference", "batch": 1, "way": way} | figures
+        for way, figures in {
+            "again": {"over_eager": 1.0},
+            "optimize": {
+                "over_eager": 2.0, "over_reduce-overhead": 1.2, "graph_over_compile": 1.1,
+                "peak_mb": 50.0,
+            },
+            "inductor=False": {"graph_over_compile": 0.9},
+            "reduce-overhead": {"peak_mb": 100.0},
+        }.items()
+    ]  # fmt: skip
+    numbers = "1 | 2.00x | 2.00x | 1.20x | 1.20x | 1.10x | 1.10x | 1.00x to 1.00x |"
+    assert _lines("broad", {"rows": rows}) == [
+        f"| {n} | {numbers}" for n in ("detection", "all, inference")
+    ]
+    assert _lines("broad-each", {"rows": rows}) == [
+        "| detector | detection | inference, 1 | 2.00x | 1.20x | 1.10x | 0.90x | 0.50x |"
+    ]

@@ -1,0 +1,221 @@
+"""`confpred benchmark`: a network's step by PyTorch and by confpred, on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from confpred.cli.arguments import aligned, json_option, needing, require_packages
+from confpred.errors import ConfpredError, InvalidInput, nearest
+
+#: Peers that ``--compare`` names.
+_PEERS = ("compile", "reduce-overhead", "inductor=False", "freeze")
+_DTYPES = ("float16", "bfloat16", "float32")
+_HEADINGS = (
+    "way", "ms a step", "over eager", "GPU ms", "over eager", "first step, s", "memory, MiB",
+    "from float32",
+)  # fmt: skip
+
+
+class _Shape(click.ParamType):
+    """Sizes such as 32x3x224x224."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not re.fullmatch(r"\d+(x\d+)*", value) or "0" in value.split("x"):
+            self.fail(f"{value!r} is no shape; sizes are joined by x, as in 32x3x224x224")
+        return tuple(map(int, value.split("x")))
+
+
+def _peers(_: Any, __: Any, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    for name in names:
+        if name not in _PEERS:
+            raise click.BadParameter(f"{name!r} is none of them; {nearest(name, _PEERS)}")
+    return names
+
+
+@click.command("benchmark")
+@click.argument("network")
+@click.option(
+    "--shape",
+    "shapes",
+    type=_Shape(),
+    multiple=True,
+    metavar="32x3x224x224",
+    help="Of an input, its batch first; again for each further input.  [default: 32x3x224x224]",
+)
+@click.option("--train", is_flag=True, help="Time a step of training; default: of inference.")
+@click.option(
+    "--compare",
+    callback=_peers,
+    default="compile,reduce-overhead",
+    show_default=True,
+    metavar="WAYS",
+    help=f"Of {', '.join(_PEERS)}, joined by commas; eager is always there.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    default="float16",
+    show_default=True,
+    help="Of the network in inference, and of autocast in training.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(("channels-last", "channels-first")),
+    default="channels-last",
+    show_default=True,
+    help="Of four-dimensional inputs and filters.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@click.option(
+    "--device", default="cuda:0", show_default=True, help="Where it runs; cpu is for a trial."
+)
+@json_option(help="Print every figure as JSON.")
+def benchmark(
+    network: str, shapes: tuple[tuple[int, ...], ...], train: bool, compare: list[str], dtype: str,
+    layout: str, rounds: int, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Time NETWORK as PyTorch runs it and as confpred.optimize does, in turns.
+
+    NETWORK is timm:NAME, or FILE.py:FUNCTION: the file is run, and its function returns the
+    network. Inputs and timm's weights are random. Each way is compared with float32; "again" is
+    eager PyTorch once more, so the distance of its ratio from 1 is the noise.
+
+    \b
+    confpred benchmark timm:resnet50
+    confpred benchmark mine.py:build --shape 32x3x224x224 --train
+    """
+    with needing("gpu"):
+        import torch
+    from confpred.pytorch.benchmark import WAYS, Subject, measure
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfpredError(
+            "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
+            "confpred.explain(model, inputs, device='h100') in Python predicts a step"
+        )
+    where, half = torch.device(device), getattr(torch, dtype)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+        torch.backends.cudnn.benchmark = True
+    model = _built(network)
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput("network", type(model).__name__, "what returns a torch.nn.Module")
+    inputs = [torch.randn(shape, device=where) for shape in shapes or [(32, 3, 224, 224)]]
+    model = model.to(where).train()
+    if layout == "channels-last":
+        inputs = [_channels_last(x) for x in inputs]
+        for parameter in model.parameters():
+            parameter.data = _channels_last(parameter.data)
+    subject = Subject(model, tuple(inputs), training=train, half=half)
+    _check(subject, network)
+    names = ("eager", "again", "optimize", *compare)
+    found = measure(
+        subject, {name: WAYS[name] for name in names}, graphs=where.type == "cuda", rounds=rounds,
+        say=lambda way, what: click.echo(f"{way}: {what} ...", err=True),
+    )  # fmt: skip
+    facts = {
+        "network": network, "inputs": [list(x.shape) for x in inputs], "training": train,
+        "dtype": dtype, "layout": layout, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else device,
+    }  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(facts | {"ways": found}, indent=2))
+        return
+    click.echo(f"{'training' if train else 'inference'} of {network} on {facts['device']}, {dtype}")
+    for line in aligned([_HEADINGS, *_rows(found)]):
+        click.echo(line)
+
+
+def _check(subject: Any, network: str) -> None:
+    """Run a step by PyTorch; raise a `ConfpredError` where it fails."""
+    import torch
+
+    given = " and ".join("x".join(map(str, x.shape)) for x in subject.inputs)
+    try:
+        model = subject.copy_of_model()
+        subject.step_of(model, model)()
+    except torch.OutOfMemoryError as error:
+        text = f"a step on inputs of {given} is out of memory in PyTorch itself; give a smaller"
+        raise ConfpredError(f"{text} --shape") from error
+    except Exception as error:
+        text = f"{network} fails on inputs of {given}, which --shape gives: {_first_line(error)}"
+        raise ConfpredError(text) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _channels_last(x: Any) -> Any:
+    import torch
+
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def _built(network: str) -> Any:
+    """Return the network that the argument names."""
+    kind, _, name = network.rpartition(":")
+    if kind == "timm":
+        require_packages("networks", "timm")
+        try:
+            import timm
+        except RuntimeError as error:  # of torchvision, where it is for another PyTorch
+            raise ConfpredError(f"timm cannot be imported: {_first_line(error)}") from error
+
+        known = timm.list_models()
+        if name not in known:
+            near = " or ".join(difflib.get_close_matches(name, known, 3)) or "timm.list_models()"
+            raise InvalidInput("network", network, f"a network of timm, such as {near}")
+        return timm.create_model(name)
+    path = Path(kind)
+    if not name or path.suffix != ".py" or not path.is_file():
+        allowed = "timm:NAME, or FILE.py:FUNCTION with a file that exists"
+        raise InvalidInput("network", network, allowed)
+    click.echo(f"running {path}", err=True)
+    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        functions = {k: v for k, v in vars(module).items() if callable(v)}
+        if name not in functions:
+            near = nearest(name, functions)
+            raise InvalidInput("network", network, f"a function of {path}: {near}")
+        return functions[name]()
+    except ConfpredError:
+        raise
+    except Exception as error:
+        raise ConfpredError(f"{network} fails: {type(error).__name__}: {error}") from error
+
+
+def _rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[Sequence[str]]:
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    rows = []
+    for way, figures in found.items():
+        if "error" in figures:
+            rows.append((way, figures["error"], *[""] * (len(_HEADINGS) - 2)))
+            continue
+        ratios = [shown(figures.get(f), ".2f") for f in ("over_eager", "graph_over_eager")]
+        rows.append((
+            way, shown(figures["ms"], ".3f"), f"{ratios[0]}x",
+            shown(figures["graph_ms"], ".3f"), f"{ratios[1]}x" if ratios[1] else "",
+            shown(figures["first_s"], ".1f"), shown(figures["peak_mb"], ".0f"),
+            shown(figures["difference"], ".1e"),
+        ))  # fmt: skip
+    return rows

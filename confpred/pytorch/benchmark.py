@@ -1,0 +1,353 @@
+"""A network's step, timed as PyTorch runs it and as confpred does, in turns in one process.
+
+All ways take their turns in random order, in rounds. A turn is one step that is not timed, a
+synchronisation, and as many steps as take its seconds, until the device is done with the last. A
+figure is the median over the rounds, a ratio the median of the rounds' ratios. ``again`` is eager
+PyTorch once more: its ratio is the noise. What a way computes first, in training its gradients, is
+compared with float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+Step = Callable[[], Any]
+#: From a model, which is its own, to what is called in its place.
+Start = Callable[[nn.Module], Callable[..., Any]]
+#: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
+#: 2-norm, and this much more: networks with random weights magnify rounding, each by another
+#: factor.
+TIMES_AS_FAR, SLACK = 3.0, 0.01
+WARM_UPS = 4
+LEAST_STEPS = 3  # of a turn
+ROUNDS, TURN_S = 9, 0.05
+
+
+def optimized(**options: Any) -> Start:
+    """Return the way of `confpred.optimize` with `options`."""
+
+    def start(model: nn.Module) -> nn.Module:
+        import confpred
+
+        return confpred.optimize(model, **options)
+
+    return start
+
+
+#: The ways that can be asked for by name.
+WAYS: Mapping[str, Start] = {
+    "eager": lambda model: model,
+    "again": lambda model: model,
+    "optimize": optimized(),
+    "inductor=False": optimized(inductor=False),
+    "freeze": optimized(freeze=True),
+    "compile": torch.compile,
+    "reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
+}
+
+
+def mean_square(out: Any) -> Tensor:
+    """Return a loss of whatever a network returns: the mean square of its floating numbers."""
+    found = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+    return torch.stack([x.float().square().mean() for x in found]).sum()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network's step, whoever computes its convolutions.
+
+    Attributes:
+        model: in float32 and training mode, on the device that it runs on; it stays as it is.
+        inputs: positional arguments; floating ones in float32.
+        training: a step is forward under autocast to `half`, backward, and SGD with momentum
+            (``foreach``); else it is the model in `half` under ``torch.no_grad``.
+        loss: from the results of a forward to what backward begins with.
+        half: the dtype of half precision.
+        checked: so many images of a result are compared in inference; None for all.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    training: bool = False
+    loss: Callable[[Any], Tensor] = mean_square
+    half: torch.dtype = torch.float16
+    checked: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the inputs are."""
+        return next(x.device for x in self.inputs if isinstance(x, Tensor))
+
+    def copy_of_model(self) -> nn.Module:
+        """Return a copy of the model as its mode wants it; every way gets its own."""
+        model = copy.deepcopy(self.model)
+        return model.train() if self.training else model.eval().to(self.half)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the inputs as the mode wants them."""
+        return self.inputs if self.training else self._in(self.half)
+
+    def _in(self, dtype: torch.dtype, count: int | None = None) -> tuple[Any, ...]:
+        def converted(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            x = x[:count] if x.dim() else x
+            return x.to(dtype) if x.is_floating_point() else x
+
+        return tuple(map(converted, self.inputs))
+
+    def step_of(self, model: nn.Module, forward: Callable[..., Any]) -> Step:
+        """Return one step of `model`, which is called by `forward`: itself, or what it was compiled
+        to. It returns the results, or the loss in training."""
+        given = self.arguments()
+
+        def infer() -> Any:
+            with torch.no_grad():
+                return forward(*given)
+
+        if not self.training:
+            return infer
+        # A small rate: the figures are of time, and the loss must stay finite however many steps.
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, foreach=True)
+
+        def train() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with self._autocast():
+                out = forward(*given)
+            loss = self.loss(out)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return train
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.half is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.half)
+
+    def answer(self, model: nn.Module, out: Any) -> Tensor:
+        """Return what a step computed, flat: its results `out`, or the gradients of all that
+        `model` learns."""
+        if self.training:
+            named = sorted(model.named_parameters())
+            return _flat([p.grad for _, p in named if p.grad is not None])
+        return _flat([x[: self.checked] for x in _pytree.tree_leaves(out) if _is_float(x)])
+
+    def reference(self) -> Tensor:
+        """Return the answer in float32, without TF32."""
+        flags = torch.backends.cudnn.flags(
+            enabled=True, benchmark=False, deterministic=False, allow_tf32=False
+        )
+        model = self.copy_of_model().float()
+        with flags:
+            if self.training:
+                self.loss(model(*self.inputs)).backward()
+                return self.answer(model, None)
+            with torch.inference_mode():
+                return self.answer(model, model(*self._in(torch.float32, self.checked)))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.detach().float().flatten() for x in tensors])
+
+
+@dataclass
+class Way:
+    """A way of running the network that is ready to be timed.
+
+    Attributes:
+        step: one step.
+        first_s: seconds of the first step, compilation included.
+        peak_mb: most device memory that PyTorch reserves in a step, beyond what it held before the
+            way was started; weights and the pools of CUDA graphs are in it. MiB.
+        difference: from float32, relative, in the 2-norm.
+        graph: one CUDA graph of the step, or None.
+        times_ms, graph_ms: of a step, one a round.
+    """
+
+    model: nn.Module
+    step: Step
+    first_s: float
+    difference: float
+    peak_mb: float | None = None
+    graph: Step | None = None
+    times_ms: list[float] = field(default_factory=list)
+    graph_ms: list[float] = field(default_factory=list)
+
+
+def measure(
+    subject: Subject, ways: Mapping[str, Start], *, graphs: bool = True, rounds: int = ROUNDS,
+    turn_s: float = TURN_S, say: Callable[[str, str], None] = lambda way, what: None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Return what was found of each way, or its ``error``.
+
+    Args:
+        subject: the step.
+        ways: by name; ``eager``, the first, says how far from float32 another may be.
+        graphs: measure GPU time, too: that of one CUDA graph of the step. Not of
+            ``reduce-overhead``, which has CUDA graphs of its own.
+        rounds, turn_s: as above.
+        say: is called with a way and what is being done with it.
+    """
+    expected = subject.reference()
+    ready: dict[str, Way] = {}
+    found: dict[str, dict[str, Any]] = {}
+    allowed = math.inf
+    for name, start in ways.items():
+        say(name, "first steps")
+        try:
+            way = _made(start, subject, expected, graphs and name != "reduce-overhead")
+            if name == "eager":
+                allowed = TIMES_AS_FAR * way.difference + SLACK
+            if not way.difference <= allowed:
+                raise ValueError(f"{way.difference:.3g} away from float32, allowed: {allowed:.3g}")
+            ready[name] = way
+        except Exception as error:  # of one way; the others still count
+            found[name] = {"error": _words(error)}
+            say(name, found[name]["error"])
+            del error
+            _free()
+    say("all", "in turns")
+    _time_rounds(ready, subject, rounds, turn_s)
+    for name, way in ready.items():
+        found[name] = {
+            "ms": statistics.median(way.times_ms),
+            "graph_ms": statistics.median(way.graph_ms) if way.graph_ms else None,
+            "first_s": way.first_s,
+            "peak_mb": way.peak_mb,
+            "difference": way.difference,
+        }
+        for other in ("eager", "compile", "reduce-overhead"):
+            if other in ready:
+                theirs = ready[other]
+                found[name][f"over_{other}"] = ratio(theirs.times_ms, way.times_ms)
+                if theirs.graph_ms:
+                    found[name][f"graph_over_{other}"] = ratio(theirs.graph_ms, way.graph_ms)
+    return {name: found[name] for name in ways}
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).strip()}"[:500]
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+    """Return the median of the rounds' ratios: a host that is slow for seconds is so for both."""
+    if not theirs or not ours:
+        return None
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> Way:
+    """Start a way, and run its first steps."""
+    subject.synchronize()
+    leave_pool()
+    _free()
+    on_gpu = subject.device.type == "cuda"
+    held = torch.cuda.memory_reserved() if on_gpu else 0
+    begun = time.perf_counter()
+    model = subject.copy_of_model()
+    step = subject.step_of(model, start(model))
+    found = subject.answer(model, step())
+    subject.synchronize()
+    first = time.perf_counter() - begun
+    way = Way(model, step, first, float((found - expected).norm() / expected.norm()))
+    for _ in range(WARM_UPS):
+        step()
+    subject.synchronize()
+    if on_gpu:
+        _free()  # what only the first steps needed, such as workspaces that were tried
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        way.peak_mb = (torch.cuda.max_memory_reserved() - held) / 2**20
+        way.graph = _captured(step) if has_graph else None
+    return way
+
+
+def leave_pool() -> None:
+    """Give graphs that are recorded from now on a pool of their own, so that their need is seen."""
+    from torch._inductor.cudagraph_trees import local
+
+    from confpred.pytorch.run.graphs import memory_of_inference
+
+    local.tree_manager_containers.clear()
+    memory_of_inference.cache_clear()
+
+
+def _free() -> None:
+    """Give back memory that is not in use."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _captured(step: Step) -> Step:
+    """Return the step as one CUDA graph, captured after a warm-up on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay(kept: Step = step) -> Any:
+        """`kept` holds the model, whose weights the graph reads at their addresses."""
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _time_rounds(ways: Mapping[str, Way], subject: Subject, rounds: int, turn_s: float) -> None:
+    """Fill in the times of all ways, whose turns come in random order in each round."""
+
+    def turn(step: Step, steps: int) -> float:
+        step()
+        subject.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        subject.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    turns: list[tuple[Step, list[float]]] = []
+    for way in ways.values():
+        turns.append((way.step, way.times_ms))
+        if way.graph is not None:
+            turns.append((way.graph, way.graph_ms))
+    counts = [max(LEAST_STEPS, math.ceil(turn_s / turn(step, LEAST_STEPS))) for step, _ in turns]
+    order = list(range(len(turns)))
+    for _ in range(rounds):
+        random.shuffle(order)
+        for i in order:
+            step, times = turns[i]
+            times.append(turn(step, counts[i]) * 1e3)
