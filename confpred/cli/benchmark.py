@@ -25,7 +25,7 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-class _Shape(click.ParamType):
+class _Shape(click.ParamType[Any]):
     """Sizes such as 32x3x224x224."""
 
     name = "shape"
