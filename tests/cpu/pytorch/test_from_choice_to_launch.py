@@ -29,8 +29,8 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.problem.norm import BatchNorm
 from confpred.problem.record import Record
-from confpred.pytorch import choosing, loading
-from confpred.pytorch.convolve import Call
+from confpred.pytorch.run import choosing, loading
+from confpred.pytorch.run.convolve import Call
 
 ROOT = Path(confpred.__file__).parent
 MOST_FILES = 10

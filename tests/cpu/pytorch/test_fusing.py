@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.pytorch.backend import confpred as backend
+from confpred.pytorch.run.convolve import Call
 
 NORM = "aten._native_batch_norm_legit_no_training.default"
 
@@ -60,8 +60,8 @@ def _tensors(found) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-def called(node) -> dict:
-    return json.loads(node.args[5])
+def called(node) -> Call:
+    return Call.read(node.args[5])
 
 
 @pytest.mark.parametrize(("norm", "residual", "wins", "activation"), [
@@ -83,10 +83,11 @@ def test_a_chain_is_one_operator(captured, activation, norm, residual, wins) -> 
     _, _, scale, _, added, _ = node.args
     assert (scale is not None) == (norm and not wins)
     assert (added is not None) == residual
-    assert called(node)["activation"] == activation
-    hint = called(node)["hints"][0]
-    assert hint["image"] == [2, 8, 7, 5]
-    assert hint["candidate"]["provider"] == ("cudnn" if wins else "pytorch")
+    assert called(node).activation == activation
+    hint, _ = called(node).hints
+    assert hint is not None
+    assert hint.problem == problem
+    assert hint.candidate.provider == ("cudnn" if wins else "pytorch")
 
 
 @pytest.mark.parametrize(("activation", "residual"), [
@@ -138,9 +139,9 @@ def test_two_convolutions_that_are_summed(captured) -> None:
     """The later one adds the other's output: that one is there by then."""
     run(expression(lambda x, conv, other, norm: F.relu(norm(conv(x)) + other(x))))
     first, second = captured.of("inference").calls(CONV)
-    assert called(first)["activation"] == "none"
+    assert called(first).activation == "none"
     assert first.args[4] is None
-    assert called(second)["activation"] == "relu"
+    assert called(second).activation == "relu"
     assert second.args[4] is first
     assert [p.residual for p in captured.asked[0]] == [False, True]
 
@@ -184,7 +185,7 @@ def test_what_is_not_the_same_is_not_fused(captured, kind) -> None:
     function, activations = LEFT_ALONE[kind]
     run(expression(function))
     nodes = captured.of("inference").calls(CONV)
-    assert [called(node)["activation"] for node in nodes] == activations
+    assert [called(node).activation for node in nodes] == activations
     sums = kind in ("a sum that is returned", "two sums")  # of one shape and dtype
     assert [node.args[4] is not None for node in nodes] == [sums]
 

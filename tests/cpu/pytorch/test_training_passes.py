@@ -4,7 +4,6 @@ outputs, gradients and buffers are those of eager mode."""
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from confpred.problem.norm import BatchNorm
 from confpred.problem.record import Record
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.rewrite import passes
+from confpred.pytorch.run.convolve import Call
 
 UPDATE, FUNCTIONAL = (
     "aten._batch_norm_with_update.default",
@@ -165,7 +165,7 @@ def test_an_image_without_a_gradient_is_not_asked_for_one(captured) -> None:
     trained(layer(), image(), input_gradient=False)
     assert [p.direction for p in captured.asked[0]] == ["fprop", "wgrad"]
     (node,) = captured.of("backward").calls(BACKWARD)
-    assert json.loads(node.args[3])["mask"] == [False, True, True]
+    assert Call.read(node.args[3]).mask == (False, True, True)
 
 
 def test_frozen_weights_are_not_asked_for_a_gradient(captured) -> None:
@@ -195,8 +195,7 @@ def test_what_pytorch_wins_stays_pytorchs(captured, won, targets) -> None:
     assert (forward.count(CONV), backward.count(BACKWARD)) == targets
     if targets[1]:
         (node,) = backward.calls(BACKWARD)
-        hints = json.loads(node.args[3])["hints"]
-        providers = [hint["candidate"]["provider"] for hint in hints]
+        providers = [hint and hint.candidate.provider for hint in Call.read(node.args[3]).hints]
         assert providers == ["cudnn" if won == d else "pytorch" for d in ("dgrad", "wgrad")]
 
 
