@@ -38,8 +38,9 @@ _CROWDED_S = 1.0
 #: A request waits no longer than this and so many times its own work, whatever it allows: a longer
 #: queue answers no more of them.
 _PATIENCE_S, _STRETCH = 1.0, 30.0
-#: The share of a request's time that may be taken when it comes: smaller ones will overtake it.
-_PROMISED = 0.8
+#: The share of a request's time that may be taken when it comes: smaller ones will overtake it, and
+#: others are read before they are refused.
+_PROMISED = 0.6
 
 #: Yields how many problems are left, or None while that is not known.
 Steps = Generator[int | None, None, T]

@@ -35,7 +35,6 @@ from confpred.service.metrics import Metrics
 _SERVED_ALIKE = {"access_log": False, "server_header": False, "ws": "none"}
 _NO_OP = "from benchmarks.service.service_load import serve_no_op; serve_no_op"
 _SERVE = "from confpred.cli import main; main()"
-#: Measurements of a real GPU.
 DATA = ROOT / "datasets" / "h100"
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 

@@ -110,12 +110,11 @@ class _Uploader:
         rows = {f"rows_{state}": _ROWS * count for state, count in found.items()}
         parts = {part.stem[5:]: pq.read_metadata(part).num_rows for part in exchange.data()}
         inside = sum(parts.get(name, 0) for name in self.ids)
-        others = sum(count for state, count in found.items() if state != "admitted")
-        return {**rows, "rows_lost": _ROWS * (len(self.ids) - others) - inside}
+        return {**rows, "rows_lost": _ROWS * found["admitted"] - inside}
 
     def _states(self, exchange: Exchange) -> Counter[str]:
         known = {each.id: each.state for each in exchange.latest(10**6)}
-        return Counter(known.get(name, "admitted") for name in self.ids)
+        return Counter(known.get(name, "admitted") for name in self.ids)  # or it is lost
 
 
 @dataclass(frozen=True)

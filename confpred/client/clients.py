@@ -7,6 +7,7 @@ pauses and computes in the calling thread, so that its first step runs the corou
 from __future__ import annotations
 
 import asyncio
+import encodings.idna  # noqa: F401 -- else the first connection does, while another thread forks
 import hashlib
 import json
 import logging
@@ -316,7 +317,8 @@ class _Questions(ABC, Generic[Http]):
         if reply.status != status:
             raise answers.refused(reply, call.id)
         try:
-            return read(reply)
+            with uninterrupted:  # the first one imports all families
+                return read(reply)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             message = f"{self.url} replies what makes no sense here: {error!r}"
             raise ServiceError(message, reply.status, call.id) from error

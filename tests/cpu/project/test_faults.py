@@ -29,7 +29,8 @@ def test_a_fault_can_be_planted_and_names_tests_that_exist(fault: Fault) -> None
     for test in fault.tests:
         file, _, name = test.partition("::")
         found = ast.parse((ROOT / file).read_text()).body
-        functions = {node.name for node in found if isinstance(node, ast.FunctionDef)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        functions = {node.name for node in found if isinstance(node, kinds)}
         assert not name or name in functions, test
 
 
