@@ -1,4 +1,4 @@
-"""A network's step, timed as PyTorch runs it and as confpred does, in turns in one process.
+"""Times a network's step as PyTorch runs it and as confpred does, in turns in one process.
 
 All ways take their turns in random order, in rounds. A turn is one step that is not timed, a
 synchronisation, and as many steps as take its seconds, until the device is done with the last. A

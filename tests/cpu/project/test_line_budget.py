@@ -1,26 +1,30 @@
-"""Lines of Python a folder, and modules that ship: what is there stays as small as it is.
+"""Lines of code a folder, and modules that ship: what is there stays as small as it is.
 
-A budget is raised by a decision (``docs/decisions``), and lowered whenever lines go.
+Comments, docstrings and blank lines are free. A budget is raised by a decision
+(``docs/decisions``), and lowered whenever lines go.
 """
 
 from __future__ import annotations
 
+import token
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-#: Lines of a folder, those in it included.
+#: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 7200, "confpred": 30000, "confpred/cli": 2230, "confpred/client": 1120,
-    "confpred/cuda": 1160, "confpred/cudnn": 790, "confpred/data": 980, "confpred/families": 3970,
-    "confpred/measure": 1170, "confpred/model": 2000, "confpred/predict": 1430,
-    "confpred/problem": 1750, "confpred/products": 770, "confpred/pytorch": 4870,
-    "confpred/report": 1200, "confpred/retraining": 1420, "confpred/sampler": 2180,
-    "confpred/training": 2390, "datasets": 2710, "examples": 650, "service": 4870, "tests": 38300,
+    "benchmarks": 5623, "confpred": 20448, "confpred/cli": 1843, "confpred/client": 755,
+    "confpred/cuda": 721, "confpred/cudnn": 481, "confpred/data": 575, "confpred/families": 2654,
+    "confpred/launch": 192, "confpred/measure": 735, "confpred/model": 1196,
+    "confpred/predict": 908, "confpred/problem": 1116, "confpred/products": 448,
+    "confpred/pytorch": 3512, "confpred/report": 835, "confpred/retraining": 975,
+    "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 2007, "examples": 485,
+    "service": 3481, "tests": 29440,
 }  # fmt: skip
-MODULES = 150  # of confpred and service together
+MODULES = 165  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8
@@ -34,9 +38,22 @@ def lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+def code_lines(path: Path) -> int:
+    """Return how many lines have a token that is neither a comment nor a docstring."""
+    free = (token.INDENT, token.DEDENT, token.NEWLINE, token.ENDMARKER, tokenize.COMMENT)
+    free += (tokenize.NL, tokenize.ENCODING)
+    found: set[int] = set()
+    with path.open("rb") as file:
+        for each in tokenize.tokenize(file.readline):
+            is_docstring = each.type == token.STRING and each.line.lstrip().startswith('"""')
+            if each.type not in free and not is_docstring:
+                found.update(range(each.start[0], each.end[0] + 1))
+    return len(found)
+
+
 @pytest.mark.parametrize("folder", BUDGETS)
 def test_a_folder_is_within_its_budget(folder: str) -> None:
-    assert sum(map(lines, modules(folder))) <= BUDGETS[folder]
+    assert sum(map(code_lines, modules(folder))) <= BUDGETS[folder]
 
 
 def test_every_room_has_a_budget() -> None:
