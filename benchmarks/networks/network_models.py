@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.networks import broad_models
-from confpred.pytorch.benchmark import Subject, mean_square
+from confpred.pytorch.ways import Subject, mean_square
 
 CHECKED = 8  # images, in inference, where they do not depend on one another
 

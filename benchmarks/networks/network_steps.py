@@ -1,6 +1,6 @@
 """The step times of one network in one mode at one batch, measured in a process of its own.
 
-`benchmarks.networks.networks` starts this with a task, as JSON; `confpred.pytorch.benchmark` has
+`benchmarks.networks.networks` starts this with a task, as JSON; `confpred.pytorch.ways` has
 the protocol.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.networks.network_models import Setting, lively_network, subject_of
 from benchmarks.networks.networks import PARTS
-from confpred.pytorch.benchmark import WAYS, Start, measure
+from confpred.pytorch.ways import WAYS, Start, measure
 
 
 def without(part: str) -> Start:

@@ -11,7 +11,7 @@ batches of their own. Weights and inputs are random; what is four-dimensional is
 float16, loss, backward, and SGD with momentum (``foreach``). cuDNN's benchmark mode is on.
 
 Each network, mode and batch has a process of its own; the next one imports meanwhile. All ways are
-timed in it, in turns (`confpred.pytorch.benchmark`). *Wall time* is of the step as a user runs the
+timed in it, in turns (`confpred.pytorch.ways`). *Wall time* is of the step as a user runs the
 way; *GPU time* is that of one CUDA graph of the whole step. ``again`` is eager once more: its ratio
 is the noise. Each way's first output, in training all gradients, is compared with float32; a way
 that is much further from it than eager PyTorch is recorded as an error. *First step* is the first

@@ -100,7 +100,7 @@ def benchmark(
     """
     with needing("gpu"):
         import torch
-    from confpred.pytorch.benchmark import WAYS, Subject, measure
+    from confpred.pytorch.ways import WAYS, Subject, measure
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfpredError(

@@ -1,4 +1,4 @@
-"""`confpred.pytorch.benchmark`: ways of a step are compared, timed in turns, and fail alone."""
+"""`confpred.pytorch.ways`: ways of a step are compared, timed in turns, and fail alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from confpred.pytorch.benchmark import Subject, measure, ratio
+from confpred.pytorch.ways import Subject, measure, ratio
 
 
 def _subject(**fields: Any) -> Subject:

@@ -3,7 +3,7 @@
 All ways take their turns in random order, in rounds. A turn is one step that is not timed, a
 synchronisation, and as many steps as take its seconds, until the device is done with the last. A
 figure is the median over the rounds, a ratio the median of the rounds' ratios. ``again`` is eager
-PyTorch once more: its ratio is the noise. What a way computes first, in training its gradients, is
+PyTorch once more: its ratio is the noise. The first result of a way, in training its gradients, is
 compared with float32.
 """
 
