@@ -99,38 +99,20 @@ def benchmark(
     confpred benchmark mine.py:build --shape 32x3x224x224 --train
     """
     with needing("gpu"):
-        import torch
-    from confpred.pytorch.ways import WAYS, Subject, measure
-
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfpredError(
-            "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
-            "confpred.explain(model, inputs, device='h100') in Python predicts a step"
-        )
-    where, half = torch.device(device), getattr(torch, dtype)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-        torch.backends.cudnn.benchmark = True
+        from confpred.pytorch import ways
+    where = ways.device_named(device)
     model = _built(network)
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidInput("network", type(model).__name__, "what returns a torch.nn.Module")
-    inputs = [torch.randn(shape, device=where) for shape in shapes or [(32, 3, 224, 224)]]
-    model = model.to(where).train()
-    if layout == "channels-last":
-        inputs = [_channels_last(x) for x in inputs]
-        for parameter in model.parameters():
-            parameter.data = _channels_last(parameter.data)
-    subject = Subject(model, tuple(inputs), training=train, half=half)
-    _check(subject, network)
+    sizes = shapes or ((32, 3, 224, 224),)
+    last = layout == "channels-last"
+    subject = ways.subject_on(where, model, sizes, dtype, training=train, channels_last=last)
     names = ("eager", "again", "optimize", *compare)
-    found = measure(
-        subject, {name: WAYS[name] for name in names}, graphs=where.type == "cuda", rounds=rounds,
+    found = ways.measure(
+        subject, {name: ways.WAYS[name] for name in names}, rounds=rounds,
         say=lambda way, what: click.echo(f"{way}: {what} ...", err=True),
     )  # fmt: skip
     facts = {
-        "network": network, "inputs": [list(x.shape) for x in inputs], "training": train,
-        "dtype": dtype, "layout": layout, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else device,
+        "network": network, "inputs": sizes, "training": train, "dtype": dtype, "layout": layout,
+        **ways.versions(where),
     }  # fmt: skip
     if as_json:
         click.echo(json.dumps(facts | {"ways": found}, indent=2))
@@ -140,30 +122,8 @@ def benchmark(
         click.echo(line)
 
 
-def _check(subject: Any, network: str) -> None:
-    """Run a step by PyTorch; raise a `ConfpredError` where it fails."""
-    import torch
-
-    given = " and ".join("x".join(map(str, x.shape)) for x in subject.inputs)
-    try:
-        model = subject.copy_of_model()
-        subject.step_of(model, model)()
-    except torch.OutOfMemoryError as error:
-        text = f"a step on inputs of {given} is out of memory in PyTorch itself; give a smaller"
-        raise ConfpredError(f"{text} --shape") from error
-    except Exception as error:
-        text = f"{network} fails on inputs of {given}, which --shape gives: {_first_line(error)}"
-        raise ConfpredError(text) from error
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _channels_last(x: Any) -> Any:
-    import torch
-
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 def _built(network: str) -> Any:

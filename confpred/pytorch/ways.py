@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from confpred.errors import ConfpredError, InvalidInput
+
 Step = Callable[[], Any]
 #: From a model, which is its own, to what is called in its place.
 Start = Callable[[nn.Module], Callable[..., Any]]
@@ -166,6 +168,64 @@ class Subject:
             torch.cuda.synchronize()
 
 
+def device_named(name: str) -> torch.device:
+    """Return a device, made the current one where it is a GPU; raise a `ConfpredError` where it is
+    not there."""
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise ConfpredError(
+            "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
+            "confpred.explain(model, inputs, device='h100') in Python predicts a step"
+        )
+    found = torch.device(name)
+    torch.cuda.set_device(found)
+    torch.backends.cudnn.benchmark = True
+    return found
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Return the version of PyTorch, and the name of the device."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else str(device)
+    return {"torch": torch.__version__, "device": name}
+
+
+def subject_on(
+    device: torch.device, model: Any, shapes: Sequence[Sequence[int]], dtype: str, *,
+    training: bool, channels_last: bool,
+) -> Subject:  # fmt: skip
+    """Return the step of `model` on random inputs of `shapes`, after one was run by PyTorch.
+
+    Raises:
+        InvalidInput: `model` is no ``torch.nn.Module``.
+        ConfpredError: the step fails, or is out of memory.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput("network", type(model).__name__, "what returns a torch.nn.Module")
+
+    def laid_out(x: Tensor) -> Tensor:
+        wanted = channels_last and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if wanted else x
+
+    model = model.to(device).train()
+    for parameter in model.parameters():
+        parameter.data = laid_out(parameter.data)
+    inputs = tuple(laid_out(torch.randn(tuple(shape), device=device)) for shape in shapes)
+    subject = Subject(model, inputs, training=training, half=getattr(torch, dtype))
+    given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+    try:
+        first = subject.copy_of_model()
+        subject.step_of(first, first)()
+    except torch.OutOfMemoryError as error:
+        text = f"a step on inputs of {given} is out of memory in PyTorch itself"
+        raise ConfpredError(f"{text}; give a smaller --shape") from error
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfpredError(f"a step on inputs of {given} (--shape) fails: {text}") from error
+    return subject
+
+
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
@@ -199,16 +259,15 @@ class Way:
 
 
 def measure(
-    subject: Subject, ways: Mapping[str, Start], *, graphs: bool = True, rounds: int = ROUNDS,
-    turn_s: float = TURN_S, say: Callable[[str, str], None] = lambda way, what: None,
+    subject: Subject, ways: Mapping[str, Start], *, rounds: int = ROUNDS, turn_s: float = TURN_S,
+    say: Callable[[str, str], None] = lambda way, what: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return what was found of each way, or its ``error``.
+    """Return what was found of each way, or its ``error``. GPU time is that of one CUDA graph of
+    the step, where it has none of its own, as ``reduce-overhead`` has.
 
     Args:
         subject: the step.
         ways: by name; ``eager``, the first, says how far from float32 another may be.
-        graphs: measure GPU time, too: that of one CUDA graph of the step. Not of
-            ``reduce-overhead``, which has CUDA graphs of its own.
         rounds, turn_s: as above.
         say: is called with a way and what is being done with it.
     """
@@ -219,7 +278,7 @@ def measure(
     for name, start in ways.items():
         say(name, "first steps")
         try:
-            way = _made(start, subject, expected, graphs and name != "reduce-overhead")
+            way = _made(start, subject, expected, name != "reduce-overhead")
             if name == "eager":
                 allowed = TIMES_AS_FAR * way.difference + SLACK
             if not way.difference <= allowed:

@@ -50,7 +50,7 @@ def test_a_network_of_a_file_is_timed_in_every_way(mine: Path, mode: list[str]) 
 @pytest.mark.parametrize(
     ("function", "shape", "told"),
     [
-        ("build", "2x3x9x9", "fails on inputs of 2x3x9x9, which --shape gives: mat1 and mat2"),
+        ("build", "2x3x9x9", "a step on inputs of 2x3x9x9 (--shape) fails: mat1 and mat2"),
         ("biuld", "2x3x8x8", "build"),
         ("fails", "2x3x8x8", "ValueError: not today"),
         ("number", "2x3x8x8", "torch.nn.Module"),

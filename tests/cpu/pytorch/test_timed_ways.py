@@ -19,7 +19,7 @@ def _subject(**fields: Any) -> Subject:
 
 def _measured(subject: Subject, **ways: Any) -> dict[str, dict[str, Any]]:
     both = {"eager": lambda model: model} | ways
-    return measure(subject, both, graphs=False, rounds=1, turn_s=0.001)
+    return measure(subject, both, rounds=1, turn_s=0.001)
 
 
 def test_a_way_that_fails_leaves_the_others() -> None:
