@@ -279,7 +279,7 @@ assert all(answer.result() for answer in answers)
 
 
 def test_a_trial_of_the_parents_keeps_no_child_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.0)
+    monkeypatch.setattr(clients, "FIRST_OPEN_S", 0.0)  # no rest at all
     client = Client("http://127.0.0.1:1")
     for _ in range(clients.FAILURES):
         client._circuit.get().failed(0)

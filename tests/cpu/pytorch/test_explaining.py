@@ -22,7 +22,7 @@ def test_a_graph_that_is_undone_has_no_rows(monkeypatch, training: bool) -> None
     model = nn.Conv2d(8, 8, 3, groups=8)
     assert confpred.explain(model, torch.rand(2, 8, 6, 6), training=training).rows
     name = "describe_tensors" if training else "update_in_place"
-    monkeypatch.setattr(backend.passes, name, fail)
+    monkeypatch.setattr(backend.passes, name, fail)  # a pass that fails
     explanation = confpred.explain(model, torch.rand(2, 8, 6, 6), training=training)
     assert explanation.rows == ()
     assert explanation.step.launches_after

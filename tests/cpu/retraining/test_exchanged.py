@@ -295,7 +295,7 @@ def test_widths_that_the_hold_out_lacks_are_not_learned(
         widths.update(t.problem.group_width for t in timings)
         raise DataError("seen")
 
-    monkeypatch.setattr(exchanged, "teach", teach)
+    monkeypatch.setattr(exchanged, "teach", teach)  # what it is given is seen
     data = [base, uploaded(honest, tmp_path / "uploads")]
     with pytest.raises(DataError, match="seen"):
         retrain_from(data, {"h100": in_use}, tmp_path / "new", holdout=[held])
