@@ -67,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         (loading, "current_stream", lambda _: 7),
         (loading, "_empty", lambda size, strides, dtype: empty(size, dtype=dtype)),
     ):
-        monkeypatch.setattr(target, name, value)
+        monkeypatch.setattr(target, name, value)  # no GPU and no compiler
     forget()
     yield asked
     forget()
