@@ -148,6 +148,7 @@ def test_a_pass_that_fails_fails_no_program(
 def test_a_graph_is_rewritten_in_one_go(captured, monkeypatch, training: bool) -> None:
     """Each attempt copies a graph: one in inference, else the joint graph and its two parts."""
     attempts, attempt = [], backend.passes.attempt
+    # Counts the attempts.
     monkeypatch.setattr(
         backend.passes, "attempt", lambda *given: attempts.append(1) or attempt(*given)
     )
