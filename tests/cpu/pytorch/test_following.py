@@ -19,6 +19,7 @@ from confpred.pytorch.rewrite.following import (
     norm_after,
     sum_after,
 )
+from confpred.pytorch.rewrite.passes import gradients_of_silu
 from confpred.pytorch.run.activations import OPERATORS
 
 aten = torch.ops.aten
@@ -56,13 +57,16 @@ def test_every_activation_has_its_operators() -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_activation_is_found_with_its_gradient(name: str) -> None:
-    def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        y = y.detach().requires_grad_()
-        out = getattr(F, name)(y)
-        return out, *torch.autograd.grad(out, y, other)
+    row = OPERATORS[name]
 
-    chain, row = begun(both), OPERATORS[name]
+    def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        out = getattr(F, name)(y)
+        saved = out if row.saves_result else y
+        return out, row.gradient(other, saved, *row.gradient_arguments)
+
+    chain = begun(torch.func.functionalize(both))  # as AOTAutograd has it
     graph = chain.last.graph
+    gradients_of_silu(graph)
     forward, gradient = only(graph, row.forward), only(graph, row.gradient)
     longer = activation_after(chain, gradient)
     assert (longer.activation, longer.last, longer.gradient) == (name, forward, gradient)

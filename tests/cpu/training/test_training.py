@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import synthetic
 from command_line import worked
+from joblib.externals.loky import get_reusable_executor
 from shared import room_for
 from slow import slow_but
 from synthetic import SMALL
@@ -182,6 +183,7 @@ def test_data_of_one_network_is_refused(tmp_path):
 def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit, what):
     out = tmp_path / "models" / "full"
     refused = f"^cannot write {what.format(out=out)}: File too large"
+    get_reusable_executor().shutdown(wait=True)  # helpers of other tests share what they need
     with room_for(limit), pytest.raises(StorageError, match=refused):
         train(read_dataset([measurements]), out, hyper=SMALL)
     assert [path for path in tmp_path.rglob("*") if path.name != "models"] == []
