@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 908, "confpred/problem": 1116, "confpred/products": 448,
     "confpred/pytorch": 3554, "confpred/report": 835, "confpred/retraining": 975,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 2007, "examples": 485,
-    "service": 3481, "tests": 29450,
+    "service": 3481, "tests": 29470,
 }  # fmt: skip
 MODULES = 165  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
