@@ -15,7 +15,7 @@ from confpred.pytorch.run import choosing
 from confpred.pytorch.run.graphs import Graphed
 
 HOW: dict[str, dict[str, Any]] = {
-    "graphs": {}, "no graphs": {"graphs": False}, "inductor": {"inductor": True},
+    "default": {}, "graphs": {"inductor": False}, "no graphs": {"inductor": False, "graphs": False},
 }  # fmt: skip
 
 
