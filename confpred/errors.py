@@ -121,6 +121,11 @@ def nearest(value: object, known: Iterable[str]) -> str:
     return " or ".join(difflib.get_close_matches(words, known, 2) or known)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of another library, or its class where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _shown(value: object) -> str:
     """Return `value` in at most 80 characters; Python itself prints no number of 4,300 digits."""
     try:

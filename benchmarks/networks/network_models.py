@@ -59,8 +59,8 @@ def network(setting: Setting) -> nn.Module:
     own = getattr(broad_models, setting.network, None)
     model: nn.Module = timm.create_model(setting.network) if own is None else own()
     model = model.to(setting.device)
-    rank = len(setting.shape) - 1
-    return model.to(memory_format=torch.channels_last) if rank == 2 else model
+    is_last = setting.layout is torch.channels_last
+    return model.to(memory_format=setting.layout) if is_last else model
 
 
 def lively_network(setting: Setting) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from confpred.cli.arguments import aligned, json_option, needing, require_packages
-from confpred.errors import ConfpredError, InvalidInput, nearest
+from confpred.errors import ConfpredError, InvalidInput, first_line, nearest
 
 #: Peers that ``--compare`` names.
 _PEERS = ("compile", "reduce-overhead", "inductor=False", "freeze")
@@ -122,10 +122,6 @@ def benchmark(
         click.echo(line)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 def _built(network: str) -> Any:
     """Return the network that the argument names."""
     kind, _, name = network.rpartition(":")
@@ -134,7 +130,7 @@ def _built(network: str) -> Any:
         try:
             import timm
         except RuntimeError as error:  # of torchvision, where it is for another PyTorch
-            raise ConfpredError(f"timm cannot be imported: {_first_line(error)}") from error
+            raise ConfpredError(f"timm cannot be imported: {first_line(error)}") from error
 
         known = timm.list_models()
         if name not in known:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, InvalidInput, first_line
 
 Step = Callable[[], Any]
 #: From a model, which is its own, to what is called in its place.
@@ -221,8 +221,8 @@ def subject_on(
         text = f"a step on inputs of {given} is out of memory in PyTorch itself"
         raise ConfpredError(f"{text}; give a smaller --shape") from error
     except Exception as error:
-        text = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfpredError(f"a step on inputs of {given} (--shape) fails: {text}") from error
+        text = f"a step on inputs of {given} (--shape) fails: {first_line(error)}"
+        raise ConfpredError(text) from error
     return subject
 
 

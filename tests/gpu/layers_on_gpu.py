@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-T = TypeVar("T")
 LAST = torch.channels_last
 SHAPE = {"padding": 1, "groups": 8}
 #: Layers that kernels of ours serve: arguments of the operator, then channels.
@@ -184,17 +183,3 @@ def in_float64(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def served_by(direction: str, ours: OursFirst) -> bool:
     return any(name is not None and name.endswith(direction) for name in ours.chosen)
-
-
-def capture(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`step` as a CUDA graph, after a warm-up on a side stream, and what a replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph, out

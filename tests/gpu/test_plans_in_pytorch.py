@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from layers_on_gpu import LAST, PlansFirst, capture, close, launched_plans
+from hazards.programs import capture
+from layers_on_gpu import LAST, PlansFirst, close, launched_plans
 from torch import nn
 
 import confpred

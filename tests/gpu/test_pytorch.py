@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hazards.programs import capture
 from layers import CONVOLUTIONS
 from layers_on_gpu import (
     LAST,
@@ -23,7 +24,6 @@ from layers_on_gpu import (
     SHAPE,
     Layer,
     OursFirst,
-    capture,
     close,
     in_float64,
     make_layer,

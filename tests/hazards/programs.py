@@ -84,7 +84,7 @@ def several_models_on_several_streams(run: Run) -> Any:
     return found, gradients(trained)
 
 
-def _captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Return `call` as a CUDA graph, after a warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -104,7 +104,7 @@ def a_cuda_graph_of_the_user(run: Run) -> Any:
     model, x = run.optimize(run.network()), run.images()
     found = []
     with torch.no_grad():
-        graph, out = _captured(lambda: model(x))
+        graph, out = capture(lambda: model(x))
         for seed in range(4):
             x.copy_(run.images(seed))
             graph.replay()
@@ -129,7 +129,7 @@ def a_training_step_in_a_cuda_graph_of_the_user(run: Run) -> Any:
                 parameter.grad.zero_()
         return run.step(model, x)
 
-    graph, out = _captured(step)
+    graph, out = capture(step)
     for seed in range(4):
         x.copy_(run.floats(seed))
         graph.replay()
@@ -142,7 +142,7 @@ def several_cuda_graphs_beside_eager_steps(run: Run) -> Any:
     models = [run.optimize(run.network()) for _ in range(2)]
     inputs = [run.images(seed) for seed in range(2)]
     with torch.no_grad():
-        pairs = [_captured(lambda m=m, x=x: m(x)) for m, x in zip(models, inputs, strict=True)]
+        pairs = [capture(lambda m=m, x=x: m(x)) for m, x in zip(models, inputs, strict=True)]
         found = []
         for seed in range(3):
             for (graph, out), x in zip(pairs, inputs, strict=True):
