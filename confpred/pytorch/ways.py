@@ -171,14 +171,20 @@ class Subject:
 def device_named(name: str) -> torch.device:
     """Return a device, made the current one where it is a GPU; raise a `ConfpredError` where it is
     not there."""
-    if not name.startswith("cuda"):
-        return torch.device(name)
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput("device", name, "cuda, cuda:1, ... or cpu") from error
+    if found.type != "cuda":
+        return found
     if not torch.cuda.is_available():
         raise ConfpredError(
             "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
             "confpred.explain(model, inputs, device='h100') in Python predicts a step"
         )
-    found = torch.device(name)
+    found, count = torch.device("cuda", found.index or 0), torch.cuda.device_count()
+    if found.index >= count:
+        raise InvalidInput("device", name, f"cuda:0 to cuda:{count - 1}")
     torch.cuda.set_device(found)
     torch.backends.cudnn.benchmark = True
     return found
@@ -271,7 +277,11 @@ def measure(
         rounds, turn_s: as above.
         say: is called with a way and what is being done with it.
     """
-    expected = subject.reference()
+    try:
+        expected = subject.reference()
+    except torch.OutOfMemoryError as error:
+        text = "the step in float32, which results are compared with, is out of memory"
+        raise ConfpredError(f"{text}; give a smaller --shape") from error
     ready: dict[str, Way] = {}
     found: dict[str, dict[str, Any]] = {}
     allowed = math.inf

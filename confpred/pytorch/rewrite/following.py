@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.problem.activation import GRADIENTS
 from confpred.pytorch.rewrite.passes import is_alike, val_of
-from confpred.pytorch.run.activations import NAMES, OPERATORS
 from confpred.pytorch.run.loading import is_channels_last
 
 aten = torch.ops.aten
 FIXED_NORM = aten._native_batch_norm_legit_no_training.default
 _ALIASES = (aten.alias.default, aten.detach.default)
+#: Activations by the operator of the forward pass.
+ACTIVATIONS = {
+    getattr(aten, row.forward or name).default: (name, row)
+    for name, row in GRADIENTS.items() if row is not None
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +114,20 @@ def activation_after(chain: Chain, gradient: fx.Node | None = None) -> Chain:
 
 def activation_of(node: fx.Node) -> str | None:
     """Return the activation that `node` computes; None where it is none of the table's."""
-    name = NAMES.get(node.target)
+    name, row = ACTIVATIONS.get(node.target, (None, None))
     exact = node.kwargs.get("approximate", "none") == "none"  # of GELU
-    same = name is not None and tuple(node.args[1:]) == OPERATORS[name].arguments
-    return name if same and exact else None
+    return name if row and exact and tuple(node.args[1:]) == row.forward_arguments else None
 
 
 def is_gradient(node: fx.Node, name: str, argument: fx.Node, result: fx.Node) -> bool:
     """Return whether `node` is the gradient of activation `name`, which made `result` of
     `argument`."""
-    row = OPERATORS[name]
+    row = GRADIENTS[name]
     return (
-        node.target is row.gradient
-        and source_of(node.args[1]) is (result if row.saves_result else argument)
-        and tuple(node.args[2:]) == row.gradient_arguments
+        row is not None
+        and node.target is getattr(aten, row.operator).default
+        and source_of(node.args[1]) is (result if row.saves_output else argument)
+        and tuple(node.args[2:]) == row.arguments
     )
 
 

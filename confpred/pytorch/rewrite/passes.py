@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
+from confpred.errors import first_line
 from confpred.pytorch.run.choosing import warn_once
 from confpred.pytorch.run.graphs import Run
 
@@ -46,8 +47,7 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
 def warn_of(error: Exception, where: str, effect: str) -> None:
     """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG."""
     error = getattr(error, "inner_exception", error)  # of what Dynamo wraps it in
-    first = str(error).strip().split("\n")[0]
-    warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first}")
+    warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first_line(error)}")
     log.debug("%s failed", where, exc_info=error)
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree
 
+from confpred.errors import first_line
 from confpred.problem.precision import convolutions_allow_tf32
 
 log = logging.getLogger("confpred")
@@ -243,6 +244,7 @@ class Graphed:
         self._plain, self._visible, self._kind = plain, visible, kind
         self._memory, self._device = memory, device
         self._static, self._written = set(static), frozenset(written)
+        self._sizes: list[int] | None = None  # places of inputs that are open sizes
         self._recordings: dict[Any, Recording | None] = {}
         self._tries = 0
         self._reasons: set[str] = set()
@@ -274,7 +276,9 @@ class Graphed:
         """Return the recording to replay with these inputs, or why there is none; the reason of a
         first call is empty."""
         switches = _switches()
-        key = (switches, *(x for x in inputs if isinstance(x, int)))
+        if self._sizes is None:
+            self._sizes = [i for i, x in enumerate(inputs) if isinstance(x, int)]
+        key = (switches, *(inputs[i] for i in self._sizes))
         if key not in self._recordings:
             if len(self._recordings) >= MOST_GRAPHS:
                 return f"for further sizes, as it has {MOST_GRAPHS} graphs"
@@ -348,8 +352,8 @@ class Graphed:
                 held.clear()
                 self._describe(recording, inputs, list(self._plain(given)), places)
         except Exception as error:
-            first = str(error).strip().split("\n")[0]
-            return Recording(None, switches, f"as it cannot be recorded: {first or type(error)}")
+            reason = f"as it cannot be recorded: {first_line(error)}"
+            return Recording(None, switches, reason)
         self._memory.graphs.add(graph)
         return recording
 

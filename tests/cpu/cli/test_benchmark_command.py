@@ -75,3 +75,7 @@ def test_a_network_that_is_not_there_is_named(network: str, told: str) -> None:
 
 def test_without_a_gpu_explain_is_offered() -> None:
     assert "confpred.explain" in str(_run("timm:resnet50").exception)
+
+
+def test_a_device_that_is_none_is_named() -> None:
+    assert "device='gpu' is not allowed" in str(_run("timm:resnet50", "--device", "gpu").exception)

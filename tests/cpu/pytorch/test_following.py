@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from confpred.problem.conv2d import ACTIVATIONS
+from confpred.problem.activation import GRADIENTS, Gradient
 from confpred.pytorch.rewrite.following import (
     Chain,
     activation_after,
@@ -20,9 +20,9 @@ from confpred.pytorch.rewrite.following import (
     sum_after,
 )
 from confpred.pytorch.rewrite.passes import gradients_of_silu
-from confpred.pytorch.run.activations import OPERATORS
 
 aten = torch.ops.aten
+ACTIVATIONS = {name: row for name, row in GRADIENTS.items() if row is not None}
 
 
 def image() -> Tensor:
@@ -51,40 +51,38 @@ def norm(y: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
-def test_every_activation_has_its_operators() -> None:
-    assert {"none", *OPERATORS} == set(ACTIVATIONS)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_activation_is_found_with_its_gradient(name: str) -> None:
-    row = OPERATORS[name]
+@pytest.mark.parametrize(("name", "row"), ACTIVATIONS.items())
+def test_an_activation_is_found_with_its_gradient(name: str, row: Gradient) -> None:
+    operator = getattr(aten, row.operator).default
 
     def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         out = getattr(F, name)(y)
-        saved = out if row.saves_result else y
-        return out, row.gradient(other, saved, *row.gradient_arguments)
+        saved = out if row.saves_output else y
+        return out, operator(other, saved, *row.arguments)
 
     chain = begun(torch.func.functionalize(both))  # as AOTAutograd has it
     graph = chain.last.graph
     gradients_of_silu(graph)
-    forward, gradient = only(graph, row.forward), only(graph, row.gradient)
+    forward = only(graph, getattr(aten, row.forward or name).default)
+    gradient = only(graph, operator)
     longer = activation_after(chain, gradient)
     assert (longer.activation, longer.last, longer.gradient) == (name, forward, gradient)
     # Without the gradient that reads it, too, nothing may be left out.
-    reads_argument = not row.saves_result
+    reads_argument = not row.saves_output
     assert (activation_after(chain).activation == "none") is reads_argument
     assert activation_after(chain, forward) is chain
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_a_gradient_is_that_of_the_function(name: str) -> None:
-    row, x = OPERATORS[name], (3 * image()).requires_grad_()
+@pytest.mark.parametrize(("name", "row"), ACTIVATIONS.items())
+def test_a_gradient_is_that_of_the_function(name: str, row: Gradient) -> None:
+    operator, x = getattr(aten, row.operator), (3 * image()).requires_grad_()
     out = getattr(F, name)(x)
     (expected,) = torch.autograd.grad(out.sum(), x)
-    for saved in (out, x) if row.saves_result else (x,):  # operators compute the argument again
-        found = row.gradient(torch.ones_like(x), saved.detach(), *row.gradient_arguments)
+    for saved in (out, x) if row.saves_output else (x,):  # operators compute the argument again
+        found = operator(torch.ones_like(x), saved.detach(), *row.arguments)
         torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(row.forward(x, *row.arguments), out)
+    forward = getattr(aten, row.forward or name)
+    torch.testing.assert_close(forward(x, *row.forward_arguments), out)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
+from confpred.problem.activation import GRADIENTS
 from confpred.pytorch import network
-from confpred.pytorch.run import activations
+from confpred.pytorch.rewrite.following import ACTIVATIONS
 
 
 def is_optimized(model: nn.Module) -> bool:
@@ -106,7 +107,7 @@ def test_a_shallow_copy_is_not_optimized(captured) -> None:
 def test_a_wrong_number_is_found_and_undone(captured, monkeypatch) -> None:
     model, x = small(), image()
     expected = model(x)
-    monkeypatch.setitem(activations.NAMES, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(ACTIVATIONS, torch.ops.aten.relu.default, ("silu", GRADIENTS["relu"]))
     with pytest.raises(ConfpredError, match=r"Network is as it was: an output of norm \S+ is \S+"):
         confpred.optimize(model, x)
     assert not is_optimized(model)
@@ -242,7 +243,7 @@ def test_a_network_that_is_captured_whole_is_not_worth_a_word(captured, caplog) 
 
 @torch.no_grad()
 def test_what_changes_with_any_rounding_is_told(captured, caplog, monkeypatch) -> None:
-    monkeypatch.setitem(activations.NAMES, torch.ops.aten.relu.default, "silu")
+    monkeypatch.setitem(ACTIVATIONS, torch.ops.aten.relu.default, ("silu", GRADIENTS["relu"]))
     with caplog.at_level(logging.WARNING, logger="confpred"):
         confpred.optimize(conv_and_norm(lambda y: (F.relu(y) * 1e7).sin()).eval(), image())
     (said,) = warnings(caplog)
