@@ -7,11 +7,16 @@
 // of its activations. A layer without one gets scale and shift in float32.
 //
 //   blockIdx.y    one layer                blockIdx.x, warp    one output channel k at a time
-//                                          lane                every 32nd element of the channel's filter
+//                                          lane                every 32nd element of the channel's filter, or,
+//                                                              where filters lie as they are to be written, every
+//                                                              32nd group of VECTOR elements
+//
+// The bound is memory: a filter is read and written once. So that the loads of a lane do not wait for one another,
+// it asks for UNROLL groups before it stores the first.
 #define DTYPE DTYPE_FLOAT16  // of the shared wrappers, none of which is used for elements here
 #include "common.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / 32 };
+enum { THREADS = 256, WARPS = THREADS / 32, VECTOR = 8, UNROLL = 4, STEP = 32 * VECTOR };
 
 // As confpred/pytorch/run/fold.py lays it out. A dtype is one of DTYPE_...; `types` has four bits for each.
 struct Layer {
@@ -20,7 +25,7 @@ struct Layer {
     float eps;
     int channels, width, filter_rows, filter_columns;
     int stride_k, stride_c, stride_r, stride_s;
-    u32 types;
+    u32 types;     // and, at bit 20, whether a filter lies as it is to be written, in whole vectors
 };
 struct Layers {
     Layer layer[LAYERS];
@@ -49,6 +54,29 @@ __device__ __forceinline__ void write(void* to, i64 at, float value, u32 type) {
     static_cast<u16*>(to)[at] = bits;
 }
 
+// Eight elements from `at` on, which is a multiple of eight: 16 bytes, or 32 of float32.
+struct Group {
+    uint4 low, high;
+};
+
+__device__ __forceinline__ Group read_group(const void* from, i64 at, u32 type) {
+    Group group = {};
+    const bool wide = type == DTYPE_FLOAT32;
+    const uint4* places = reinterpret_cast<const uint4*>(static_cast<const u16*>(from) + (wide ? 2 * at : at));
+    group.low = places[0];
+    if (wide) group.high = places[1];
+    return group;
+}
+
+__device__ __forceinline__ void write_scaled(void* to, i64 at, const Group& group, float scale, u32 from, u32 type) {
+    Group scaled = {};
+    for (int i = 0; i < VECTOR; ++i) write(&scaled, i, read(&group, i, from) * scale, type);
+    const bool wide = type == DTYPE_FLOAT32;
+    uint4* places = reinterpret_cast<uint4*>(static_cast<u16*>(to) + (wide ? 2 * at : at));
+    places[0] = scaled.low;
+    if (wide) places[1] = scaled.high;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) fold(const __grid_constant__ Layers layers) {
     const Layer& layer = layers.layer[blockIdx.y];
     const u32 lane = threadIdx.x % 32;
@@ -67,6 +95,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) fold(const __grid_constant
             write(layer.second, k, shift, result);
         }
         if (!layer.filter) continue;
+        if (layer.types >> 20 & 1) {
+            const i64 first = static_cast<i64>(k) * elements;
+            for (int start = lane * VECTOR; start < elements; start += UNROLL * STEP) {
+                Group groups[UNROLL];
+#pragma unroll
+                for (int i = 0; i < UNROLL; ++i)
+                    if (start + i * STEP < elements) groups[i] = read_group(layer.filter, first + start + i * STEP, filter);
+#pragma unroll
+                for (int i = 0; i < UNROLL; ++i)
+                    if (start + i * STEP < elements)
+                        write_scaled(layer.first, first + start + i * STEP, groups[i], scale, filter, result);
+            }
+            continue;
+        }
         for (int e = lane; e < elements; e += 32) {
             const int c = e % layer.width, s = e / layer.width % layer.filter_columns;
             const int r = e / layer.width / layer.filter_columns;

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from confpred.errors import InvalidInput, nearest
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.record import Record
@@ -176,13 +177,18 @@ class Compiler:
         ordinal = ordinal_of(graph)
         return None if ordinal is None else chooser(ordinal, self.options)
 
+    def _inductors(self, graph: fx.Graph) -> Device | None:
+        """Return the device that Inductor compiles `graph` for; None where it does not."""
+        ordinal = ordinal_of(graph)
+        return choosing.device_of(ordinal) if self.inductor and ordinal is not None else None
+
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
         steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
-            fuse = partial(fusing.fuse, inputs=self._values)
+            fuse = partial(fusing.fuse, inputs=self._values, device=self._inductors(gm.graph))
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
         if self.inductor:
             gm, steps = self._decomposed(gm, inputs, steps), []
@@ -204,7 +210,8 @@ class Compiler:
         steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
         choose = self.chooser(joint.graph)
         if choose is not None:
-            serve = partial(self._replace, training.serve_convolutions, choose)
+            convolutions = partial(training.serve_convolutions, compiled=self.inductor)
+            serve = partial(self._replace, convolutions, choose)
             steps += [layouts.to_channels_last, serve]
             if choosing.is_known(BATCH_NORM.name):
                 steps.append(partial(training.serve_norms, choose=choose))
@@ -249,7 +256,7 @@ class Compiler:
 
     def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
         """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""
-        self._attempt(gm, steps)
+        self._attempt(gm, [*steps, layouts.filters_to_channels_last])
         try:
             return inductor.decomposed(gm, inputs)
         except Exception as error:

@@ -105,7 +105,7 @@ class Norm:
         variance = (normal(channels, seed=seed + 9).abs() + 0.1).to(own)
         filters = None
         if rng.random() < 0.7:
-            sides = rng.choice(((1, 1), (3, 3), (5, 5), (1, 7))), rng.choice((1, 3, 8, 40))
+            sides = rng.choice(((1, 1), (3, 3), (5, 5), (1, 7))), rng.choice((1, 3, 8, 40, 200))
             filters = normal(channels, sides[1], *sides[0], dtype=rng.choice(DTYPES), seed=seed)
             if rng.random() < 0.5:
                 filters = filters.contiguous()

@@ -8,7 +8,9 @@ All convolutions of a graph are chosen in one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
@@ -25,23 +29,35 @@ from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
+_LAUNCH_MS = 1e-3  # of a pass, in a CUDA graph
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
+_REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
 _PATTERNS = (following.norm_after, following.sum_after, following.activation_after)
 
 
 def fuse(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any]
-) -> list[sites.Site]:
-    """Rewrite a graph of inference in place, and return its convolutions and norms in order;
-    `wishes` are those of `choose`, for tensors of other sizes; `inputs` are the graph's, or none
-    where their values are not known."""
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any],
+    device: Device | None = None,
+) -> list[sites.Site]:  # fmt: skip
+    """Rewrite a graph of inference in place, and return its convolutions and norms in order.
+
+    Args:
+        graph: what is rewritten.
+        choose, wishes: choose for it; the latter for tensors of other sizes, too.
+        inputs: of the graph, or none where their values are not known.
+        device: that Inductor compiles the rest for; None where it does not.
+    """
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
+    chains = _chains(graph)
+    if device is not None:
+        chains = _shortened(chains, device, wishes)
     matches = []
-    for chain in _chains(graph):
+    for chain in chains:
         site = _site(chain, values)
-        matches.append(sites.Match([site], partial(_replace, chain, site, wishes)))
+        put = partial(_replace, chain, site, wishes, device is None)
+        matches.append(sites.Match([site], put))
     found = sites.choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return found
@@ -66,6 +82,66 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
         found[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
         claimed.update(found[node].nodes)
     return [found[node] for node in graph.nodes if node in found]
+
+
+def _shortened(
+    chains: Sequence[following.Chain], device: Device, wishes: choosing.Wishes
+) -> list[following.Chain]:
+    """Return `chains`, of some their convolution alone: where that and the pass of Inductor's that
+    follows it are expected to be faster than one operator."""
+    asked: dict[following.Chain, list[Problem]] = {}
+    for chain in chains:
+        problem = _site(chain, {}).problem if len(chain.nodes) > 1 else None
+        if isinstance(problem, Problem):
+            biased = replace(problem, activation="none", residual=False)
+            asked[chain] = [problem, biased, replace(biased, bias=False)]
+    problems = dict.fromkeys(problem for each in asked.values() for problem in each)
+    choices = dict(zip(problems, choosing.weigh([*problems], device, wishes), strict=True))
+
+    taken: set[fx.Node] = set()  # by one operator with more than a convolution in it
+
+    def is_faster_alone(chain: following.Chain) -> bool:
+        if chain not in asked:
+            return False
+        whole, biased, bare = (choices[problem] for problem in asked[chain])
+        if not whole or not biased or not bare or not bare.pytorch_ms:
+            return False
+        p, follows = asked[chain][0], 0.0
+        tensors = int(p.residual)
+        if not _is_read_on_its_way(chain.last, taken):
+            tensors, follows = tensors + 2, _LAUNCH_MS
+        follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
+        by_pytorch = bare.pytorch_ms if library.fuses(p) else math.inf
+        # Inductor adds the bias of PyTorch's convolution, as part of the pass.
+        alone = min(_ours_ms(biased), bare.pytorch_ms) + follows
+        return alone < min(_ours_ms(whole), by_pytorch)
+
+    found = []
+    for chain in reversed(chains):  # what reads a result comes before it
+        if is_faster_alone(chain):
+            chain = following.Chain(chain.nodes[:1])
+        elif chain.nodes[0] is not chain.norm:
+            taken.update(chain.nodes[1:])
+        found.append(chain)
+    return found[::-1]
+
+
+def _ours_ms(choice: Choice) -> float:
+    """Return the expected milliseconds of a confpred kernel, or of a plan that was chosen."""
+    is_ours = choosing.why_pytorch(choice) is None
+    return choice.predicted_ms if is_ours and choice.predicted_ms else math.inf
+
+
+def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
+    """Return whether all that reads `node` is computed in passes of Inductor's, which compute what
+    is before them as they read, and not `taken` by another operator."""
+
+    def is_pass(reader: fx.Node) -> bool:
+        tags = getattr(reader.target, "tags", ())
+        return reader.target in _REDUCTIONS or torch.Tag.pointwise in tags
+
+    readers = following.readers_of(node)
+    return bool(readers) and all(is_pass(each) and each not in taken for each in readers)
 
 
 def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
@@ -99,14 +175,17 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
 
 
-def _replace(chain: following.Chain, site: sites.Site, wishes: choosing.Wishes) -> None:
-    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel."""
+def _replace(
+    chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
+) -> None:
+    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel;
+    `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
+        if not has_pass or len(chain.nodes) == 1:
+            return  # Inductor's pass follows, or nothing
         if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
             return
-        if len(chain.nodes) == 1:
-            return  # PyTorch's convolution with nothing after it
     is_norm, scale = node.target is following.FIXED_NORM, None
     x, weight, bias = (node.args[0], None, None) if is_norm else node.args[:3]
     if chain.norm is not None and is_one:

@@ -18,7 +18,7 @@ from confpred.pytorch.run.library import HALF
 from confpred.pytorch.run.loading import CHANNELS_LAST
 
 log = logging.getLogger("confpred")
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.confpred
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
 _ORDERED_TAGS = {
@@ -67,6 +67,22 @@ def to_channels_last(graph: fx.Graph) -> None:
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
+
+
+def filters_to_channels_last(graph: fx.Graph) -> None:
+    """Bring the filters of confpred's convolutions into the layout that kernels read, in place:
+    Inductor's pass that computes or casts a filter writes that layout as well."""
+    made: dict[fx.Node, fx.Node] = {}
+    for target, place in ((ours.conv2d.default, 1), (ours.conv2d_backward.default, 2)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source: Any = node.args[place]
+            val = val_of(source)
+            if _is_last(val):
+                continue
+            if source not in made:
+                with graph.inserting_after(_last_of_inputs(source)):
+                    made[source] = _copy(graph, source, val, CHANNELS_LAST, node)
+            node.replace_input_with(source, made[source])
 
 
 def _is_channels_first(node: fx.Node) -> bool:

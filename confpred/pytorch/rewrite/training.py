@@ -10,6 +10,7 @@ Both directions of a norm are replaced together, where that is predicted to save
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
@@ -32,10 +34,11 @@ BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
 def serve_convolutions(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, compiled: bool = False
 ) -> list[sites.Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
-    return them; `wishes` are those of `choose`, for tensors of other sizes."""
+    return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
+    Inductor computes the rest."""
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -51,19 +54,38 @@ def serve_convolutions(
             fields = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
-        matches.append(sites.Match(own, partial(_replace_convolution, node, own, wishes)))
+        put = partial(_replace_convolution, node, own, wishes, compiled)
+        matches.append(sites.Match(own, put))
     return sites.choose_and_replace(graph, matches, choose)
 
 
-def _replace_convolution(node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes) -> None:
+def _replace_convolution(
+    node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes, compiled: bool
+) -> None:
     if not any(site.is_ours for site in own):
         return
+    if compiled and node.target is sites.CONVOLUTION_BACKWARD:
+        _sum_apart(node, own)
     call = sites.call_of(node, own, wishes)
     if node.target is sites.CONVOLUTION:
         x, weight, bias = node.args[:3]
         put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call))
     else:
         put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call))
+
+
+def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
+    """Let a sum of its own compute the gradient of the bias, where no kernel does on its way: the
+    operator's would be PyTorch's, which is several times as slow as Inductor's."""
+    mask: Any = node.args[10]
+    summing = [s for s in own if isinstance(s.problem, Problem) and s.problem.bias]
+    if not mask[2] or any(site.is_ours for site in summing):
+        return
+    node.args = (*node.args[:10], [*mask[:2], False])
+    for site in summing:
+        site.problem = replace(site.problem, bias=False)  # type: ignore[type-var]
+    for item in [item for item in node.users if item.args[1] == 2]:
+        put_in_place(item, aten.sum.dim_IntList, (node.args[0], [0, 2, 3]))
 
 
 def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
@@ -78,8 +100,8 @@ def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
             claimed.update(chain.nodes)
             both = [_site(chain, direction) for direction in ("forward", "backward")]
             if all(site.problem for site in both):
-                replace = partial(_replace_norm, chain, node, both, numbers)
-                matches.append(sites.Match(both, replace))
+                put = partial(_replace_norm, chain, node, both, numbers)
+                matches.append(sites.Match(both, put))
     return sites.choose_and_replace(graph, matches, choose)
 
 

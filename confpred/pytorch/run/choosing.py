@@ -166,8 +166,16 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, in one call of the predictor; None where confpred
-    has nothing to say, such as of an unknown device."""
+    """Choose for each of `problems` on `device`, as `weigh` does, and tell those who watch."""
+    found = weigh(problems, device, wishes)
+    for choice in dict.fromkeys(filter(None, found)):
+        announce(choice)
+    return found
+
+
+def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> list[Choice | None]:
+    """Return what would be chosen for each of `problems` on `device`, by one call of the predictor;
+    None where confpred has nothing to say, such as of an unknown device."""
     found: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
@@ -181,8 +189,6 @@ def choose_many(
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    for choice in found.values():
-        announce(choice)
     return [found.get(problem) for problem in problems]
 
 
@@ -196,10 +202,8 @@ def choose_on(
 ) -> list[Choice | None]:
     """Choose for each of `problems` on CUDA device `ordinal`, as `choose_many` does, and warn once
     where its driver or cuDNN differ from those of the model's measurements."""
-    try:
-        device = driver.device_of(ordinal)
-    except ConfpredError as error:
-        log.debug("falling back to PyTorch: %s", error)
+    device = device_of(ordinal)
+    if device is None:
         return [None] * len(problems)
     choices = choose_many(problems, device, wishes)
     try:
@@ -212,6 +216,15 @@ def choose_on(
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
+
+
+def device_of(ordinal: int) -> Device | None:
+    """Return CUDA device `ordinal`; None where it has no description."""
+    try:
+        return driver.device_of(ordinal)
+    except ConfpredError as error:
+        log.debug("falling back to PyTorch: %s", error)
+        return None
 
 
 def pytorch_ms(problem: Record, device: Device) -> float | None:

@@ -23,7 +23,8 @@ from confpred.pytorch.run.loading import CHANNELS_LAST, in_context
 log = logging.getLogger(__name__)
 #: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.
 LAYERS = 36
-_THREADS, _WARPS, _MOST_BLOCKS = 256, 8, 64
+_THREADS, _WARPS, _MOST_BLOCKS = 256, 8, 128
+_VECTOR = 8  # elements that a lane of the kernel reads at once
 KERNEL = KernelSpec("fold.cu", "fold", (("LAYERS", LAYERS),))
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}  # DTYPE_... of common.cuh
 Tensors = Sequence["Tensor | None"]
@@ -136,12 +137,23 @@ def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]
         kinds = (affine, mean, bias, filter, out[2 * i])
         codes = [0 if t is None else _CODES[t.dtype] for t in kinds]
         layer.types = sum(code << 4 * place for place, code in enumerate(codes))
+        if filter is not None and _is_in_order(filter):
+            layer.types |= 1 << 20
         blocks = max(blocks, min(_MOST_BLOCKS, -(-len(mean) // _WARPS)))
     ordinal = out[0].get_device()
     with torch.cuda.device(ordinal):
         kernel = loaded(KERNEL, ordinal)
         grid = (blocks, len(layers), 1)
         in_context(ordinal, lambda stream: launch_with(kernel, grid, _THREADS, stream, argument))
+
+
+def _is_in_order(filter: Tensor) -> bool:
+    """Return whether a filter lies as its fold does, and a channel of it in whole vectors."""
+    return (
+        filter.is_contiguous(memory_format=CHANNELS_LAST)
+        and filter[0].numel() % _VECTOR == 0
+        and filter.data_ptr() % 16 == 0
+    )
 
 
 def _address(t: Tensor | None) -> int | None:

@@ -11,6 +11,8 @@ from network_blocks import BLOCKS, CONV, FOLD, LAST, PLAIN, SHIFT, Around, image
 from torch import Tensor, nn
 
 from confpred.problem.conv2d import ACTIVATIONS, Problem
+from confpred.problem.device import get_device
+from confpred.pytorch import explain
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.run.convolve import Call
 
@@ -303,3 +305,25 @@ def test_problems_are_those_of_the_layers(captured) -> None:
     run(nn.Sequential(nn.Conv2d(8, 16, (3, 5), **geometry), nn.ReLU()))
     epilogue = {"dtype": "float32", "bias": True, "activation": "relu"}
     assert captured.asked == [[Problem(2, 8, 7, 5, 16, 3, 5, **geometry, **epilogue)]]
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [
+        (lambda m, x: m.conv(x) + x, [("add",)]),
+        (lambda m, x: (m.conv(x) + x).sigmoid(), [()]),
+        (lambda m, x: m.other(m.conv(x) + x), [("add",), ()]),
+        (lambda m, x: F.silu(m.conv(x)).mean((2, 3)), [()]),
+        (lambda m, x: m.other(F.relu(m.conv(x))), [("relu",), ()]),
+    ],
+    ids=["a result", "a pass follows", "a convolution follows", "a mean follows", "ReLU is free"],
+)
+def test_what_inductors_passes_compute_on_their_way_is_theirs(function, fused, monkeypatch) -> None:
+    # Inductor compiles for a GPU, and there is none.
+    monkeypatch.setattr(explain.Recorder, "_inductors", lambda self, _: self._device)
+    conv, other = nn.Conv2d(192, 192, 3, padding=1), nn.Conv2d(192, 192, 1)
+    model = Around(function, conv=conv, other=other).to(memory_format=LAST)
+    x = torch.empty(128, 192, 28, 28).to(memory_format=LAST)
+    found = explain.capture(model, x, get_device("h100"), dtype=torch.float16)
+    assert [site.fused for site in found.sites] == fused
+    assert all(site.is_ours for site in found.sites)

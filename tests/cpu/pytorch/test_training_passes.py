@@ -128,6 +128,20 @@ def test_inductor_computes_what_is_left(captured, kind) -> None:
                 torch.testing.assert_close(compiled(x[:batch]), model(x[:batch]))
 
 
+@pytest.mark.slow(reason="Inductor compiles programs in C++")
+@pytest.mark.parametrize(("groups", "sums"), [(1, 1), (2, 0)])
+def test_inductor_sums_gradients_of_biases_and_lays_filters_out(captured, groups, sums) -> None:
+    """A kernel of grouped layers sums them on its way."""
+    model = Around(lambda m, x: m.conv(x).relu(), conv=nn.Conv2d(8, 8, 3, groups=groups))
+    trained(made(model).train(), image(), inductor=True)
+    backward = captured.of("backward")
+    assert backward.count("aten.sum.dim_IntList") == sums
+    (kernel,) = captured.of("forward").calls(CONV)
+    assert kernel.args[1].meta["val"].is_contiguous(memory_format=LAST)
+    (kernel,) = backward.calls(BACKWARD)
+    assert kernel.args[2].meta["val"].is_contiguous(memory_format=LAST)
+
+
 @pytest.mark.parametrize(("kind", "frozen"), [
     *((kind, False) for kind in BLOCKS), ("bottleneck", True),
 ])  # fmt: skip
