@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from confpred._version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from confpred.predict.choice import Choice as Choice
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from confpred.pytorch.plan import record_plan as record_plan
     from confpred.pytorch.run.choosing import use_plan as use_plan
     from confpred.pytorch.run.choosing import use_predictor as use_predictor
+    from confpred.pytorch.status import Status as Status
+    from confpred.pytorch.status import status as status
+    from confpred.pytorch.status import verbose as verbose
 
 _WHERE = {
     "Choice": "confpred.predict.choice",
@@ -41,6 +44,7 @@ _WHERE = {
     "Limits": "confpred.problem.limits",
     "Predictor": "confpred.predict.predictor",
     "Problem": "confpred.problem.conv2d",
+    "Status": "confpred.pytorch.status",
     "conv2d": "confpred.pytorch.eager",
     "disable": "confpred.pytorch.eager",
     "enable": "confpred.pytorch.eager",
@@ -53,8 +57,10 @@ _WHERE = {
     "prepare": "confpred.pytorch.plan",
     "record_plan": "confpred.pytorch.plan",
     "revert": "confpred.pytorch.network",
+    "status": "confpred.pytorch.status",
     "use_plan": "confpred.pytorch.run.choosing",
     "use_predictor": "confpred.pytorch.run.choosing",
+    "verbose": "confpred.pytorch.status",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +38,7 @@ from confpred.pytorch.run import choosing, verify
 from confpred.pytorch.run.choosing import Wishes
 from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference
 from confpred.pytorch.run.loading import compile_ahead
+from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
 log = logging.getLogger("confpred")
 
@@ -96,17 +99,21 @@ def confpred(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    calls: Calls | None = None,
 ) -> Any:
-    """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name.
+    """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name. `calls`
+    are those of a model that `confpred.optimize` was given.
 
     Raises:
         InvalidInput: `options` are not of `Options`, or there is a mode: confpred has none.
     """
     if mode not in (None, "default"):
         raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
-    compiler = Compiler(Options.of(options))
+    compiler = Compiler(Options.of(options), calls)
     _guard_hooks()
-    return compiler.compile(gm, example_inputs)
+    compiled = compiler.compile(gm, example_inputs)
+    log.info("%s", compiler.capture)
+    return compiled
 
 
 def _guard_hooks() -> None:
@@ -129,10 +136,12 @@ def _guard_hooks() -> None:
 
 class Compiler:
     """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
-    convolutions that were found."""
+    convolutions that were found, `capture` is what `confpred.status` knows of it."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    capture: Capture
+
+    def __init__(self, options: Options, calls: Calls | None = None) -> None:
+        self.options, self._calls = options, calls
         self.inductor = bool(options.inductor)
         self.sites: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
@@ -142,6 +151,8 @@ class Compiler:
         """Compile a graph of Dynamo's; see `confpred`."""
         from torch._dynamo.backends.common import aot_autograd
 
+        begun = time.perf_counter()
+        self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         if self.options.inductor is None:
@@ -170,6 +181,7 @@ class Compiler:
         if not torch.backends.cudnn.enabled:
             # PyTorch remembers strides of fake results, and not that cuDNN was off.
             FakeTensorMode.cache_clear()
+        self.capture.seconds = time.perf_counter() - begun
         return compiled
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
@@ -271,22 +283,30 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
-        ordinal = ordinal_of(gm.graph)
+        self.capture.ordinal = ordinal = ordinal_of(gm.graph)
         mutated = passes.written_inputs(gm.graph)
-        plain = boxed_nop(gm, [])
+        plain, compiler = boxed_nop(gm, []), "PyTorch's operators"
         if self.inductor:
             changed = fx.GraphModule(gm, copy.deepcopy(gm.graph))
             try:
                 plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
+                compiler = "Inductor"
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
+        done = Pass(kind, set(), compiler)
+        self.capture.passes.append(done)
+        run: Any = plain
         if not self.options.graphs or ordinal is None:
-            return plain
-        memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
-        return graphed(
-            gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
-            visible=visible, kind=kind,
-        )  # fmt: skip
+            done.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
+        else:
+            memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
+            run = graphed(
+                gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
+                visible=visible, kind=kind, reasons=done.reasons,
+            )  # fmt: skip
+        done.run = ref(run)
+        run.confpred_capture = self.capture  # which lives as long
+        return run
 
 
 def chooser(ordinal: int, options: Options) -> choosing.Choose:

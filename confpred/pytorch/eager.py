@@ -205,6 +205,11 @@ def disable() -> None:
             nn.Conv2d._conv_forward = _PYTORCH  # type: ignore[method-assign]
 
 
+def is_enabled() -> bool:
+    """Return whether an `enable` is in force."""
+    return bool(_former)
+
+
 @contextmanager
 def enabled(**settings: Any) -> Iterator[None]:
     """`enable` for the block; takes the same arguments."""

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import random
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, InvalidInput, first_line
 from confpred.pytorch.backend import Options, confpred
 from confpred.pytorch.rewrite.passes import warn_of
+from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,23 +74,25 @@ def optimize(
     """
     _check(model)
     Options.of(options)
-    former = model._compiled_call_impl
+    former, calls = model._compiled_call_impl, Calls()
+    backend = partial(confpred, calls=calls)
 
     def capture() -> Callable[..., Any]:
         frame = own_frame(model)
-        return torch.compile(frame, backend=confpred, dynamic=dynamic, options=dict(options))
+        return torch.compile(frame, backend=backend, dynamic=dynamic, options=dict(options))
 
-    captured = capture()
-    model._compiled_call_impl = _kept_right(model, capture, captured)
-    if example_inputs is None:
-        return model
-    try:
-        _compare(model, captured, *as_arguments(example_inputs))
-    except BaseException as error:
-        model._compiled_call_impl = former
-        if isinstance(error, ConfpredError) or not isinstance(error, Exception):
-            raise
-        raise ConfpredError(f"{type(model).__name__} is as it was: {error}") from error
+    made = _Optimized(model, capture, calls)
+    model._compiled_call_impl = made
+    if example_inputs is not None:
+        try:
+            _compare(model, made, *as_arguments(example_inputs))
+        except BaseException as error:
+            model._compiled_call_impl = former
+            if isinstance(error, ConfpredError) or not isinstance(error, Exception):
+                raise
+            raise ConfpredError(f"{type(model).__name__} is as it was: {error}") from error
+    _watch_parts(model, calls)
+    show_in_repr()
     return model
 
 
@@ -95,6 +100,7 @@ def revert(model: Model) -> Model:
     """Undo `optimize`, if need be; raise `InvalidInput` for what is no ``torch.nn.Module``."""
     _check(model)
     model._compiled_call_impl = None
+    _unwatch_parts(model)
     return model
 
 
@@ -117,10 +123,8 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-def _kept_right(
-    model: nn.Module, capture: Callable[[], Callable[..., Any]], captured: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a function that runs `model` by `captured`, where Dynamo alone would not.
+class _Optimized:
+    """What runs `model` by a captured function, where Dynamo alone would not.
 
     No guard sees other classes of modules (before PyTorch 2.13), other methods of a class, and
     hooks for all modules: then `capture` is called again. A captured function refuses to run while
@@ -129,32 +133,65 @@ def _kept_right(
     The model runs as it is in forward mode and while something else traces it, and from then on
     where it cannot be captured.
     """
-    from torch._dynamo.convert_frame import compile_lock
-    from torch._dynamo.exc import TorchDynamoException
 
-    modules = tuple(model.modules())
-    code, failed = _code_of(modules), False
+    def __init__(
+        self, model: nn.Module, capture: Callable[[], Callable[..., Any]], calls: Calls
+    ) -> None:
+        self._model, self._capture, self.calls = model, capture, calls
+        self._modules, self.captured = tuple(model.modules()), capture()
+        self._code, self.is_watched = _code_of(self._modules), True
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal modules, code, captured, failed
-        now = _code_of(modules)
-        if now != code:
-            modules, captured, failed = tuple(model.modules()), capture(), False
-            code = _code_of(modules)
-        if not failed and not _is_traced():
-            with compile_lock:
-                pass
-            try:
-                return captured(*args, **kwargs)
-            except TorchDynamoException as error:
-                reason = error
-            results = model._call_impl(*args, **kwargs)  # or the error of eager mode
-            failed = True
-            warn_of(reason, "its capture", f"{type(model).__name__} runs as it is")
-            return results
-        return model._call_impl(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls, model = self.calls, self._model
+        if self.is_watched:
+            self.is_watched = False
+            _unwatch_parts(model)
+        now = _code_of(self._modules)
+        if now != self._code:
+            self._modules, self.captured = tuple(model.modules()), self._capture()
+            self._code, calls.failed = _code_of(self._modules), ""
+        if calls.failed or _is_traced():
+            return model._call_impl(*args, **kwargs)
+        with compile_lock:
+            pass
+        try:
+            return calls.of(self.captured, *args, **kwargs)
+        except TorchDynamoException as error:
+            reason = error
+        results = model._call_impl(*args, **kwargs)  # or the error of eager mode
+        calls.failed = first_line(getattr(reason, "inner_exception", reason))
+        warn_of(reason, "its capture", f"{type(model).__name__} runs as it is")
+        return results
 
-    return call
+
+class _Part:
+    """A module of an optimized model that has not been called: it warns where it runs alone."""
+
+    def __init__(self, model: nn.Module, name: str, module: nn.Module, calls: Calls) -> None:
+        self._model, self._name, self._module, self.of = model, name, module, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.of.outside or _is_traced()):
+            self.of.outside, kind = self._name, type(self._model).__name__
+            log.warning(
+                "%s was optimized, but its part %s runs outside of its call, as in eager mode:"
+                " call the model itself, or optimize the part", kind, self._name,
+            )  # fmt: skip
+            _unwatch_parts(self._model)
+        return self._module._call_impl(*args, **kwargs)
+
+
+def _watch_parts(model: nn.Module, calls: Calls) -> None:
+    """Notice where a module of `model` runs before the model is called."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is None or type(module._compiled_call_impl) is _Part:
+            module._compiled_call_impl = _Part(model, name, module, calls)
+
+
+def _unwatch_parts(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module._compiled_call_impl) is _Part:
+            module._compiled_call_impl = None
 
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
@@ -192,22 +229,19 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
 
 
 def _compare(
-    model: nn.Module, captured: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, made: _Optimized, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise a `ConfpredError` where `captured` computes other results than `model` as it was, on
-    copies of these inputs."""
-    from torch._dynamo.utils import counters
-
+    """Raise a `ConfpredError` where `made` computes other results than `model` as it was, on copies
+    of these inputs."""
     call, name = model._compiled_call_impl, type(model).__name__
     try:
         model._compiled_call_impl = None
         _initialize(model, args, kwargs)
-        breaks = Counter(counters["graph_break"])
+        captured = partial(made.calls.of, made.captured)
         model._compiled_call_impl = captured
         ours = _results(model, args, kwargs)
-        for reason in list(counters["graph_break"] - breaks)[:1]:
-            first = reason.strip().split("\n")[0]
-            log.warning("%s is captured in parts, cut where: %s", name, first)
+        for reason in made.calls.breaks[:1]:
+            log.warning("%s is captured in parts, cut where: %s", name, reason)
         model._compiled_call_impl = None
         theirs = _results(model, args, kwargs)
         difference = _largest_difference(ours, theirs)

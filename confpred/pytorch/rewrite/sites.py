@@ -53,6 +53,13 @@ class Site:
         """Whether a confpred kernel, or a chosen plan of a library, computes it."""
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
+    @property
+    def reason(self) -> str:
+        """Why PyTorch's operators compute it, in words; nothing where a confpred kernel does."""
+        if self.choice is None:
+            return self.why or "no model for this device"
+        return choosing.why_pytorch(self.choice) or ""
+
 
 class Match(NamedTuple):
     """Nodes of a graph that one operator a direction may compute.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
@@ -180,6 +181,9 @@ def _replace_norm(
     tensors of numbers that the graph has."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
+        for site, choice in zip(both, choices, strict=False):
+            theirs = choice.pytorch_ms
+            site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=theirs)
         return
     norm: Any = chain.norm
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM

@@ -53,6 +53,11 @@ def kept(key: Hashable, find: Callable[[], T]) -> T:
     return found
 
 
+def is_kept_as_none(key: Hashable) -> bool:
+    """Return whether nothing was found for `key`."""
+    return _kept.get(key, key) is None
+
+
 def forget() -> None:
     """Choose again for every shape of eager calls; kernels stay loaded."""
     _kept.clear()

@@ -183,7 +183,9 @@ class Recording:
         return results
 
 
-def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
+def graphed(
+    gm: fx.GraphModule, plain: Run, *, kind: str, reasons: set[str], **arguments: Any
+) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
     those of `Graphed`."""
     reason = why_not(gm)
@@ -191,8 +193,9 @@ def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> R
         reason = "it writes to an input that is no parameter or buffer"
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
+        reasons.add(f"as {reason}")
         return plain
-    return Graphed(plain, kind=kind, **arguments)
+    return Graphed(plain, kind=kind, reasons=reasons, **arguments)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -231,6 +234,7 @@ class Graphed:
         written: places of inputs that it writes to, all of them static.
         visible: how many results, from the first on, the caller sees; None for all.
         kind: ``inference``, ``forward`` or ``backward``.
+        reasons: filled with why calls ran without a graph.
 
     Attributes:
         replays: how many calls were replayed.
@@ -238,7 +242,7 @@ class Graphed:
 
     def __init__(
         self, plain: Run, *, memory: Memory, device: int, static: Sequence[int],
-        written: Sequence[int], visible: int | None, kind: str,
+        written: Sequence[int], visible: int | None, kind: str, reasons: set[str],
     ) -> None:  # fmt: skip
         self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself
         self._plain, self._visible, self._kind = plain, visible, kind
@@ -247,7 +251,7 @@ class Graphed:
         self._sizes: list[int] | None = None  # places of inputs that are open sizes
         self._recordings: dict[Any, Recording | None] = {}
         self._tries = 0
-        self._reasons: set[str] = set()
+        self._reasons = reasons
         self.replays = 0
 
     def __call__(self, inputs: list[Any]) -> Any:

@@ -159,6 +159,12 @@ def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> Re
     return kept(("launch", assignment, ordinal, limits), find)
 
 
+def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
+    """Return whether `load` was asked for `choice` and found no launch."""
+    limits = limits_for(choice.problem, limits)
+    return choosing.is_kept_as_none(("launch", Assignment.of(choice), ordinal, limits))
+
+
 def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
     problem = assignment.problem
     loader = Loader(operation_of(problem), problem, ordinal)

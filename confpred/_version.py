@@ -1,3 +1,0 @@
-"""The version, which modules read without importing the package's top."""
-
-__version__ = "0.1.0"

@@ -1,0 +1,397 @@
+"""`status`: what runs in a model now, and why the rest is PyTorch's; `verbose` prints captures.
+
+The backend makes a `Capture` of each graph, which lives as long as the function that runs it. A
+model is found in it by its parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor, nn
+
+from confpred.errors import InvalidInput, install_command, nearest
+from confpred.families.protocol import PYTORCH
+from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.run import loading
+
+log = logging.getLogger("confpred")
+NO_GPU = "its tensors are not on a GPU, so confpred changes nothing"
+LEVELS = ("info", "debug")
+_NAMED = 3  # layers of a reason that are named
+
+
+@dataclass(eq=False)
+class Calls:
+    """What happened in the calls of an optimized model.
+
+    Attributes:
+        made: how many there were.
+        graphs: how many graphs were captured in them.
+        seconds: of those that captured.
+        breaks: where Dynamo cut the first call, and why.
+        failed: why the model runs as it is; empty where it does not.
+        outside: name of a part that ran before the model was called.
+    """
+
+    made: int = 0
+    graphs: int = 0
+    seconds: float = 0.0
+    breaks: tuple[str, ...] = ()
+    failed: str = ""
+    outside: str = ""
+
+    def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `captured`, and note what was captured."""
+        is_first, graphs = not self.made, self.graphs
+        self.made += 1
+        before = breaks() if is_first else {}
+        begun = time.perf_counter()
+        try:
+            return captured(*args, **kwargs)
+        finally:
+            if is_first:
+                self.breaks = tuple(_first(reason) for reason in breaks() if reason not in before)
+            if self.graphs > graphs:
+                self.seconds += time.perf_counter() - begun
+
+
+@dataclass(eq=False)
+class Pass:
+    """A pass of a graph: ``inference``, ``forward`` or ``backward``; why calls of it ran without a
+    CUDA graph; who compiles what confpred does not serve; and what runs it."""
+
+    kind: str
+    reasons: set[str]
+    compiler: str
+    run: ref[Any] | None = None
+
+    def replay(self) -> str:
+        """Return whether it is replayed, and why not, in words."""
+        replays = getattr(self.run and self.run(), "replays", 0)
+        texts = [f"CUDA graph, replayed {_counted(replays, 'time')}"] * bool(replays)
+        texts += [f"no CUDA graph {reason}" for reason in sorted(self.reasons)]
+        return "; ".join(texts) or "CUDA graph, recorded at the second call"
+
+
+@dataclass(eq=False)
+class Capture:
+    """One captured graph.
+
+    Attributes:
+        inputs: sizes and dtypes of what is no parameter or buffer.
+        tensors: the parameters and buffers.
+        frame: which of Dynamo's frames it is of.
+        ended: where it ends before its forward does, and why; empty where it does not.
+        calls: of the optimized model, or None.
+        limits: that launches keep within.
+        sites: its layers.
+        ordinal: the CUDA device; None where its tensors are elsewhere.
+        passes: as they run.
+        seconds: that compiling took.
+    """
+
+    inputs: str
+    tensors: list[ref[Tensor]]
+    frame: int
+    ended: str
+    calls: Calls | None
+    limits: Any
+    sites: list[Site]
+    ordinal: int | None = None
+    passes: list[Pass] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def reason(self, site: Site) -> str:
+        """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
+        if site.choice is None or not site.is_ours or self.ordinal is None:
+            return site.reason
+        if not loading.was_refused(site.choice, self.ordinal, self.limits):
+            return ""
+        lacks_cudnn = site.choice.provider == "cudnn" and find_spec("cudnn") is None
+        return "cuDNN's front end is missing" if lacks_cudnn else "its kernel cannot be had"
+
+    def __str__(self) -> str:
+        kinds = " and ".join(each.kind for each in self.passes)
+        found = NO_GPU if self.ordinal is None else "; ".join(_layers([self])) or "no convolution"
+        cut = f"; cut {self.ended}" if self.ended else ""
+        return f"captured {kinds} of {self.inputs} in {self.seconds:.1f} s: {found}{cut}"
+
+
+_captures: WeakSet[Capture] = WeakSet()
+
+
+def capture_of(
+    gm: Any, inputs: Sequence[Any], calls: Calls | None, limits: Any, sites: list[Site]
+) -> Capture:
+    """Return the record of a graph of Dynamo's with these inputs."""
+    from torch._guards import CompileContext
+
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    fixed = [x for x in tensors if isinstance(x, nn.Parameter) or _is_buffer(x)]
+    given = [_described(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
+    sizes = " with open sizes" if len(tensors) < len(inputs) else ""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    ended = f"{_place(reason.user_stack)}: {_first(reason.reason)}" if _is_break(reason) else ""
+    frame = getattr(CompileContext.current_compile_id(), "frame_id", None) or 0
+    made = Capture(
+        " and ".join(given) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
+        limits, sites,
+    )  # fmt: skip
+    if calls is not None:
+        calls.graphs += 1
+    _captures.add(made)
+    return made
+
+
+def _is_buffer(x: Tensor) -> bool:
+    return getattr(x, "_dynamo_static_input_type", None) is not None
+
+
+def _is_break(reason: Any) -> bool:
+    return bool(getattr(reason, "graph_break", False))
+
+
+def _place(stack: Sequence[Any]) -> str:
+    return f"at {stack[-1].filename}:{stack[-1].lineno}" if stack else "somewhere"
+
+
+def _first(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _described(x: Tensor) -> str:
+    return f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def breaks() -> dict[str, int]:
+    """Return how often Dynamo has cut a graph so far, by its reasons."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Answer of `status`; `str` of it is a page.
+
+    Attributes:
+        model: name of its class.
+        how: ``confpred.optimize``, ``torch.compile``, or nothing.
+        captures: how many sets of shapes were captured.
+        parts: how many graphs a forward is in; 1 where it is captured whole.
+        inputs: sizes and dtypes of each set.
+        breaks: where a forward is cut, and why.
+        providers: how many layers each provider computes, counted by direction; ``pytorch`` is
+            PyTorch's operators.
+        left: names of the layers that PyTorch computes, by reason.
+        replay: of each pass, whether it is replayed as a CUDA graph, and why not.
+        compilers: who compiles what confpred does not serve.
+        seconds: that calls took which captured.
+        remarks: what else is to be known.
+    """
+
+    model: str
+    how: str
+    captures: int
+    parts: int
+    inputs: tuple[str, ...]
+    breaks: tuple[str, ...]
+    providers: dict[str, int]
+    left: dict[str, tuple[str, ...]]
+    replay: tuple[str, ...]
+    compilers: tuple[str, ...]
+    seconds: float
+    remarks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as JSON's types."""
+        return asdict(self)
+
+    @property
+    def short(self) -> str:
+        """One line of it."""
+        if not self.how:
+            return "not optimized"
+        if not self.captures:
+            return f"{self.how}, not captured"
+        counts = [f"{count} {provider}" for provider, count in self.providers.items()]
+        first = ", ".join(counts) or (self.remarks or ("no convolution",))[0]
+        often = "once" if self.captures == 1 else f"{self.captures} times"
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.how}, captured {often}{parts}: {first}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.short}"]
+        facts: dict[str, Iterable[str]] = {
+            "inputs": self.inputs,
+            "cut": self.breaks,
+            "PyTorch": (
+                f"{len(names)} {reason}: {_some(names)}" for reason, names in self.left.items()
+            ),
+            "replay": self.replay,
+            "others": self.compilers,
+            "seconds": [f"{self.seconds:.1f} in calls that captured"] if self.captures else (),
+            "note": self.remarks,
+        }
+        lines += [f"  {name:8}  {text}" for name, texts in facts.items() for text in texts]
+        return "\n".join(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def status(model: nn.Module) -> Status:
+    """Say what confpred does in `model` now: whether it is optimized, captured and replayed, who
+    computes its layers, and why the others are left to PyTorch.
+
+    Captures by `confpred.optimize`, and by ``torch.compile`` with the backend, are known as long as
+    they are alive. Nothing is run or compiled.
+
+    Raises:
+        InvalidInput: `model` is not a ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput("model", model, "a torch.nn.Module")
+    calls = getattr(model._compiled_call_impl, "calls", None)
+    found = sorted(_captures_of(model, calls), key=lambda each: each.frame)
+    frames: dict[int, list[Capture]] = {}
+    for each in found:
+        frames.setdefault(each.frame, []).append(each)
+    most = max(frames.values(), key=len, default=[])
+    left: dict[str, tuple[str, ...]] = {}
+    for name, _, reason in _rows(found):
+        if reason:
+            left[reason] = (*left.get(reason, ()), name)
+    how = "confpred.optimize" if calls else "torch.compile" if found else ""
+    cuts = [each.ended for each in found if each.ended]
+    known = [cut.partition(": ")[2] for cut in cuts]
+    cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in known]
+    passes = [p for each in found for p in each.passes]
+    return Status(
+        type(getattr(model, "_orig_mod", model)).__name__, how, len(most), len(frames),
+        tuple(dict.fromkeys(each.inputs for each in most)), tuple(dict.fromkeys(cuts)),
+        _providers(found), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
+        tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
+        tuple(dict.fromkeys(p.compiler for p in passes)),
+        calls.seconds if calls else sum(each.seconds for each in found),
+        tuple(_remarks(model, calls, found, len(most))),
+    )  # fmt: skip
+
+
+def _captures_of(model: nn.Module, calls: Calls | None) -> list[Capture]:
+    """Return the captures of an optimized model; of another one those that read its tensors, and
+    those without tensors that Dynamo has cut from the same forward: numbers of frames rise."""
+    if calls is not None:
+        return [each for each in list(_captures) if each.calls is calls]
+    others = [each for each in list(_captures) if each.calls is None]
+    tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found = [
+        each for each in others
+        if any(id(t) in tensors for t in (known() for known in each.tensors) if t is not None)
+    ]  # fmt: skip
+    frames = [each.frame for each in found]
+    cut = [each for each in others if not each.tensors and frames]
+    return found + [each for each in cut if min(frames) < each.frame < max(frames)]
+
+
+def _rows(found: Sequence[Capture]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, provider, and why PyTorch computes it, of each layer in each direction."""
+    for each in found:
+        for site in each.sites:
+            reason = each.reason(site)
+            provider = PYTORCH if reason or site.choice is None else site.choice.provider
+            yield f"{site.name or 'a layer'} ({site.direction})", provider, reason
+
+
+def _providers(found: Sequence[Capture]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for _, provider, _ in _rows(found):
+        counts[provider] = counts.get(provider, 0) + 1
+    return counts
+
+
+def _layers(found: Sequence[Capture]) -> Iterator[str]:
+    """Yield who computes the layers, and why PyTorch does."""
+    counts = ", ".join(f"{count} {provider}" for provider, count in _providers(found).items())
+    yield from [counts] * bool(counts)
+    reasons = [reason for _, _, reason in _rows(found) if reason]
+    yield from (f"{reasons.count(each)} {each}" for each in dict.fromkeys(reasons))
+
+
+def _remarks(
+    model: nn.Module, calls: Calls | None, found: Sequence[Capture], most: int
+) -> Iterator[str]:
+    from torch._dynamo import config
+
+    from confpred.pytorch import eager
+
+    if found and all(each.ordinal is None for each in found):
+        yield NO_GPU
+    if calls is not None and calls.failed:
+        yield f"it runs as it is: {calls.failed}"
+    elif calls is not None and not found:
+        yield "its calls were not captured" if calls.made else "it was not called yet"
+    if calls is not None and calls.outside:
+        yield f"its part {calls.outside} ran outside of its call, as in eager mode"
+    if most >= config.recompile_limit:
+        yield f"Dynamo captures at most {config.recompile_limit} sets; others run as in eager mode"
+    if any("front end is missing" in each.reason(s) for each in found for s in each.sites):
+        yield f"cuDNN's plans need: {install_command('cudnn')}"
+    if eager.is_enabled():
+        layers = [m for m in model.modules() if type(m) is nn.Conv2d and m.groups > 1]
+        yield (
+            f"confpred.enable is on: {_counted(len(layers), 'grouped layer')} of it are chosen for"
+            " at each new size of an eager call on a GPU"
+        )
+
+
+def show_in_repr() -> None:
+    """Let ``repr`` of optimized models end with their status, from the first one on.
+
+    Only the class can do that: what is in a module's own attributes goes with copies and pickles.
+    """
+    plain = nn.Module.__repr__
+    if hasattr(plain, "confpred"):
+        return
+
+    def shown(self: nn.Module) -> str:
+        text = plain(self)
+        on = getattr(self._compiled_call_impl, "calls", None) is not None
+        return f"{text}  # {status(self).short}" if on else text
+
+    shown.confpred = True  # type: ignore[attr-defined]
+    nn.Module.__repr__ = shown  # type: ignore[method-assign]
+
+
+def verbose(level: str = "info") -> None:
+    """Print what confpred does in PyTorch to standard error: a line a capture, and why a pass has
+    no CUDA graph.
+
+    ``CONFPRED_LOG=info`` in the environment does the same.
+
+    Args:
+        level: ``"info"``, or ``"debug"``, which also says what runs in each layer.
+
+    Raises:
+        InvalidInput: `level` is another one.
+    """
+    if level not in LEVELS:
+        raise InvalidInput("level", level, nearest(level, LEVELS))
+    log.setLevel(level.upper())
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        log.addHandler(handler)
