@@ -2,7 +2,7 @@
 
     python datasets/cudnn_plans.py [--device h200] [--jobs 8] [SUITE ...]
 
-It needs cuDNN and its Python front end (``pip install '.[cudnn]'``) and no GPU, though the
+It needs cuDNN and its Python front end (``pip install '.[gpu]'``) and no GPU, though the
 engines that are compiled at run time are offered only where a driver is installed. Lines are only
 added to ``confpred/cudnn/plans.csv``, or known ones get further kinds of problems.
 """

@@ -2,7 +2,7 @@
 
     python datasets/plan_kernels.py [--device h200] [--data FOLDER] [--problems 3] [--jobs 12]
 
-It needs a GPU, and cuDNN and its front end (``pip install '.[cudnn]'``). Each plan that
+It needs a GPU, and cuDNN and its front end (``pip install '.[gpu]'``). Each plan that
 the measurements have is launched once for a few problems under PyTorch's profiler; what its main
 kernel's name, threads, registers and shared memory are becomes its line of
 ``confpred/cudnn/tiles.csv``. Lines of other plans stay as they are.

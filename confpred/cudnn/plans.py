@@ -216,7 +216,7 @@ def front_end() -> Any:
 
         cudnn.backend_version()
     except Exception as error:  # it raises RuntimeError where libcudnn is missing
-        raise MissingExtra(f"nvidia-cudnn-frontend ({error})", "cudnn") from error
+        raise MissingExtra(f"nvidia-cudnn-frontend ({error})", "gpu") from error
     return cudnn
 
 

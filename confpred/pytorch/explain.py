@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
+from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, InvalidInput, install_command
 from confpred.families.protocol import PYTORCH
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
-from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, name_of
+from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
 
 aten = torch.ops.aten
@@ -35,20 +40,26 @@ _CONVOLUTIONS = {
     aten.convolution.default, aten.convolution_backward.default,
     torch.ops.confpred.conv2d.default, torch.ops.confpred.conv2d_backward.default,
 }  # fmt: skip
-#: Heading and width of the table's columns; numbers are at the right.
-_COLUMNS = {
-    "": 4, "layer": 24, "input": 15, "computes": 36, "runs": 14, "ms": 7, "PyTorch": 7, "why": 13,
-}  # fmt: skip
-_NUMBERS = ("", "ms", "PyTorch")
+#: Headings of the table's columns, those of numbers, and those whose words may be on several lines.
+_COLUMNS = ("", "layer", "input", "computes", "runs", "ms", "PyTorch", "why")
+_NUMBERS, _WRAPPED = ("", "ms", "PyTorch"), ("layer", "computes", "why")
+#: Operators that stand for others.
+_INSTEAD = ("confpred.conv2d", "confpred.batch_norm", "confpred.scale_shift")
+#: A gain below this is called poor, and compared with half precision, channels last.
+_POOR = 1.1
+_HALF = (torch.float16, torch.bfloat16)
+#: Errors of a forward that depends on values.
+_OF_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Layers of one kind in one direction.
+    """Layers of one kind in one direction, or calls of one operator.
 
     Attributes:
         layers: names of the modules.
-        direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a norm that follows no layer.
+        direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a norm that follows no layer;
+            the name of an operator that is neither.
         problem: of one layer; None where confpred has no kernels for it.
         fused: operators that are computed with it.
         provider: the kernel family that runs, or ``pytorch``.
@@ -56,6 +67,8 @@ class Row:
         expected_ms: expected time of one layer, milliseconds; None if nothing predicts it.
         pytorch_ms: the same by PyTorch's operators.
         reason: ``predicted``, ``measured`` or ``pinned``, or why PyTorch's operator runs.
+        sizes: of the input; empty for other operators.
+        is_estimate: whether the times are by bytes and operations, as no model predicts them.
     """
 
     layers: tuple[str, ...]
@@ -67,21 +80,23 @@ class Row:
     expected_ms: float | None
     pytorch_ms: float | None
     reason: str
+    sizes: tuple[int, ...] = ()
+    is_estimate: bool = False
 
     def cells(self) -> tuple[str, ...]:
         """Return a text for each column of the table."""
-        p, image = self.problem, ""
-        computed = [] if self.direction == "norm" else [self.direction]
-        if p is not None:
-            image = f"{p.n}x{p.c}x{p.h}x{p.w}"
+        p, computed = self.problem, [] if self.direction == "norm" else [self.direction]
+        if isinstance(p, Problem):
             groups = "" if p.groups == 1 else f"groups={p.groups} "
             groups = "depthwise " if groups and p.group_width == 1 else groups
             stride = f"/{p.stride[0]}" if p.stride != (1, 1) else ""
             computed = [f"{p.direction} {groups}{p.r}x{p.s}{stride} -> {p.k}"]
-        times = ("" if t is None else f"{t:.4f}" for t in (self.expected_ms, self.pytorch_ms))
+        about = "~" * self.is_estimate
+        both = (self.expected_ms, self.pytorch_ms)
         return (
-            f"{len(self.layers)} x", self.layers[0], image, " + ".join((*computed, *self.fused)),
-            self.provider, *times, self.reason.partition(",")[0],
+            f"{len(self.layers)} x", self.layers[0], "x".join(map(str, self.sizes)),
+            " + ".join((*computed, *self.fused)), self.provider,
+            *("" if t is None else f"{about}{t:.4f}" for t in both), self.reason,
         )  # fmt: skip
 
 
@@ -98,6 +113,7 @@ class Step:
         convolution_share: of `ms_before`.
         unpredicted: convolutions that no model predicts: an estimate by their bytes and operations
             is in both times.
+        added: operators that rewriting added, by name.
     """
 
     parts: int
@@ -108,16 +124,24 @@ class Step:
     ms_after: float
     convolution_share: float
     unpredicted: int
+    added: dict[str, int]
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the step is expected to be."""
+        return self.ms_before / self.ms_after if self.ms_after else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Answer of `explain`, with a row a kind of layer; `str` of it is a table of at most 120
-    columns."""
+    columns. `remarks` are sentences about the answer."""
 
     device: str
     step: Step
     rows: tuple[Row, ...]
+    training: bool = False
+    remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON's types."""
@@ -128,24 +152,25 @@ class Explanation:
         from rich.table import Table
 
         s = self.step
-        gain = f", {s.ms_before / s.ms_after:.2f}x" if s.ms_after else ""
-        missing = f"; {s.unpredicted} of them are estimates" if s.unpredicted else ""
+        missing = f"; {s.unpredicted} of them are estimates (~)" if s.unpredicted else ""
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for head, width in _COLUMNS.items():
-            table.add_column(
-                head, justify="right" if head in _NUMBERS else "left", overflow="ellipsis",
-                no_wrap=True, width=width,
-            )  # fmt: skip
+        for head in _COLUMNS:
+            side: Any = "right" if head in _NUMBERS else "left"
+            table.add_column(head, justify=side, overflow="fold", no_wrap=head not in _WRAPPED)
         for row in self.rows:
             table.add_row(*row.cells())
         console = Console(width=120, color_system=None)
         with console.capture() as captured:
             console.print(
-                f"One step on {self.device}, captured in {s.parts} part{'s' * (s.parts != 1)}: "
-                f"{s.launches_before} launches become {s.launches_after}, {s.fused} operators"
-                f" fused; expected GPU time {s.ms_before:.3f} -> {s.ms_after:.3f} ms{gain}, of"
-                f" which convolutions are {s.convolution_share:.0%} before{missing}."
-            )
+                f"One step of {'training' if self.training else 'inference'} on {self.device},"
+                f" captured in {s.parts} part{'s' * (s.parts != 1)}:"
+                f" {s.launches_before} launches become {s.launches_after}, {s.fused} operators"
+                f" fused; expected GPU time {s.ms_before:.3f} -> {s.ms_after:.3f} ms,"
+                f" {s.gain:.2f}x, of which convolutions are {s.convolution_share:.0%}"
+                f" before{missing}.", highlight=False,
+            )  # fmt: skip
+            for remark in self.remarks:
+                console.print(remark, highlight=False, markup=False)
             console.print(table)
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
@@ -153,31 +178,88 @@ class Explanation:
 def explain(
     model: nn.Module,
     example_inputs: Any,
-    device: str | Device = "h100",
+    device: str | Device | None = None,
     *,
-    training: bool = False,
+    training: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
     """Say what a step of `model` becomes on `device` after `confpred.optimize`; needs no GPU.
 
-    The network is captured as `optimize` captures it, on tensors without values. Which plans cuDNN
-    has for a layer is known on the GPU alone: where it lacks the one that is named here, the next
-    one in the ranking runs.
+    The network is captured as `optimize` captures it, on tensors without values. A forward that
+    reads values, as ``.item()`` does, is run on the CPU. Which plans cuDNN has for a layer is known
+    on the GPU alone: where it lacks the one that is named here, the next one in the ranking runs.
 
     Args:
         model: the network; it is neither run nor changed.
         example_inputs: as of `confpred.optimize`; only shapes, dtypes and layouts matter.
-        device: name of a GPU, such as ``"h100"``.
-        training: with the gradients.
+        device: name of a GPU, such as ``"h100"``; None: this machine's, else the H100.
+        training: with the gradients; None: as the model's mode is.
         dtype: that the network is to run in, in training by autocast; None: as it is.
 
     Raises:
         InvalidInput: `model`, `example_inputs` or `dtype` is something else.
         UnknownDevice: no description of `device` is known.
-        ConfpredError: the forward cannot be captured, for example as it depends on values.
+        ConfpredError: the forward cannot be captured.
     """
-    known = get_device(device)
-    return capture(model, example_inputs, known, training=training, dtype=dtype).explanation()
+    known, remarks = _device_here() if device is None else (get_device(device), [])
+    if not isinstance(model, nn.Module):
+        raise InvalidInput("model", model, "a torch.nn.Module")
+    training = model.training if training is None else training
+    captured = capture(model, example_inputs, known, training=training, dtype=dtype)
+    step, rows = captured.explanation()
+    if step.gain < _POOR:
+        remarks += _in_half(model, example_inputs, known, dtype, step, training)
+    return Explanation(known.key, step, rows, training, (*remarks, *_remarks(step, rows, known)))
+
+
+def _device_here() -> tuple[Device, list[str]]:
+    """Return this machine's GPU, or an assumed one with a sentence that says so."""
+    if torch.cuda.is_available():
+        try:
+            return driver.device_of(torch.cuda.current_device()), []
+        except ConfpredError as error:
+            return get_device("h100"), [f"An H100 is assumed, as {error}."]
+    text = "An H100 is assumed, as this machine has no GPU: device= names another one."
+    return get_device("h100"), [text]
+
+
+def _in_half(
+    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: Step,
+    training: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Yield what half precision, channels last, would bring, if it is more than `step`."""
+    halves = [dtype, *(t.dtype for t in model.parameters())]
+    half = next((kind for kind in halves if kind in _HALF), None)
+    how: dict[str, Any] = {"dtype": half or torch.float16, "channels_last": True}
+    try:
+        other, rows = capture(model, inputs, device, training=training, **how).explanation()
+    except ConfpredError:
+        return
+    if other.gain > step.gain and any(row.provider != PYTORCH for row in rows):
+        way = "autocast to float16 and " if training else "model.half() and "
+        yield (
+            f"With {'' if half else way}model.to(memory_format=torch.channels_last), which confpred"
+            f" is for: {other.ms_before:.3f} -> {other.ms_after:.3f} ms, {other.gain:.2f}x."
+        )
+
+
+def _remarks(step: Step, rows: Sequence[Row], device: Device) -> Iterator[str]:
+    if any(row.reason.startswith("no model for this device") for row in rows):
+        yield f"confpred has no model of the {device.key}, so PyTorch's operators stay, fused."
+    if step.gain < 0.995 or step.launches_after > step.launches_before:
+        names = ", ".join(f"{count} {name}" for name, count in step.added.items())
+        slower = "It is slower: leave this network as it is. " if step.gain < 0.995 else ""
+        yield f"{slower}Rewriting adds {names or 'nothing'}: {_ADDED}."
+    plans = [row for row in rows if row.provider == "cudnn"]
+    if plans and find_spec("cudnn") is None:
+        saved = sum(len(r.layers) * ((r.pytorch_ms or 0) - (r.expected_ms or 0)) for r in plans)
+        yield (
+            f"{saved:.3f} ms of the gain are of cuDNN's plans, which need its front end:"
+            f" {install_command('gpu')}"
+        )
+
+
+_ADDED = "copies bring channels-first tensors into channels last, folds join batch norms to filters"
 
 
 class Recorder(Compiler):
@@ -186,12 +268,36 @@ class Recorder(Compiler):
     def __init__(self, device: Device) -> None:
         super().__init__(Options(inductor=False, graphs=False))
         self._device, self._parts = device, 0
-        # Before and after graphs are rewritten: kernels, and seconds of those without convolutions.
-        self._launches, self._other_s = [0, 0], [0.0, 0.0]
+        # Before and after graphs are rewritten: operators, and seconds of those without
+        # convolutions; the operators that run, with the modules that they are of.
+        self._operators: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._other_s = [0.0, 0.0]
+        self._others: dict[str, list[tuple[str, float]]] = {}
+        # Sizes and estimates of convolutions, by name and direction; sites that are no image's.
+        self._more: list[Site] = []
+        self._known: dict[tuple[str, str], list[tuple[tuple[int, ...], float]]] = {}
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         self._count(graph, 0)  # it is asked for before a graph is rewritten
+        for node in graph.nodes:
+            if node.target in (CONVOLUTION, BACKWARD):
+                self._note(node)
         return lambda problems: choosing.choose_many(problems, self._device)
+
+    def _note(self, node: fx.Node) -> None:
+        """Note a convolution; one of another rank than an image's gets a row of its own."""
+        directions = ["fprop"]
+        if node.target is BACKWARD:
+            wanted: Any = node.args[10]
+            directions = [d for d, w in zip(("dgrad", "wgrad"), wanted, strict=False) if w]
+        image = val_of(arguments_of(node)[0])
+        sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
+        for direction in directions:
+            known = self._known.setdefault((name_of(node), direction), [])
+            known.append((sizes, _convolution_s(node, self._device)))
+            if image.dim() != 4:
+                why = f"{image.dim() - 2}-d; confpred serves 2-d"
+                self._more.append(Site(name_of(node), direction, None, why))
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -200,115 +306,175 @@ class Recorder(Compiler):
 
     def _count(self, graph: fx.Graph, when: int) -> None:
         self._parts += when == 0
-        launching = [
-            node for node in graph.nodes
-            if node.op == "call_function" and node.target not in _FREE and not is_view(node)
-        ]  # fmt: skip
-        self._launches[when] += len(launching)
-        others = [node for node in launching if node.target not in _CONVOLUTIONS]
-        self._other_s[when] += sum(_node_s(node, self._device) for node in others)
+        for node in graph.nodes:
+            if node.op != "call_function" or node.target in _FREE or is_view(node):
+                continue
+            name = str(node.target).removesuffix(".default")
+            self._operators[when][name] += 1
+            if node.target not in _CONVOLUTIONS:
+                seconds = _node_s(node, self._device)
+                self._other_s[when] += seconds
+                if when and not name.startswith("confpred.batch_norm"):
+                    self._others.setdefault(name, []).append((name_of(node), seconds))
 
-    def explanation(self) -> Explanation:
-        """Return what was captured, in rows and as a whole."""
+    def explanation(self) -> tuple[Step, tuple[Row, ...]]:
+        """Return what was captured, as a whole and in rows."""
+        known = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
-        for site in self.sites:
-            kinds.setdefault((site.direction, site.problem, site.fused, site.why), []).append(site)
-        rows = [_row(group, self._device) for group in kinds.values()]
-        convolutions = [row for row in rows if row.direction != "norm"]
+        sizes: dict[Any, tuple[tuple[int, ...], float]] = {}
+        for site in (*self.sites, *self._more):
+            values = known.get((site.name, site.direction))
+            found = values.pop(0) if values else ((), 0.0)
+            key = (site.direction, site.problem, site.fused, site.why, found)
+            kinds.setdefault(key, []).append(site)
+            sizes[key] = found
+        rows = [_row(group, self._device, *sizes[key]) for key, group in kinds.items()]
+        convolutions = [row for row in rows if row.sizes]
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
         before_s = sum(count * before for count, before, _ in times)
         after_s = self._other_s[1] + sum(count * after for count, _, after in times)
         total_s = self._other_s[0] + before_s
-        unknown = [r for r in convolutions if r.expected_ms is None or r.pytorch_ms is None]
+        before, after = self._operators
         step = Step(
-            self._parts, self._launches[0], self._launches[1],
+            self._parts, before.total(), after.total(),
             fused=sum(len(row.fused) * len(row.layers) for row in rows),
             ms_before=1e3 * total_s, ms_after=1e3 * after_s,
             convolution_share=before_s / total_s if total_s else 0.0,
-            unpredicted=sum(len(row.layers) for row in unknown),
+            unpredicted=sum(len(row.layers) for row in convolutions if row.is_estimate),
+            added={
+                name: count for name, count in (after - before).items()
+                if not name.startswith(_INSTEAD)
+            },
         )  # fmt: skip
-        return Explanation(self._device.key, step, tuple(rows))
+        others = sorted(self._others.items(), key=lambda each: -sum(s for _, s in each[1]))
+        return step, (*rows, *(_other_row(name, calls) for name, calls in others))
 
 
 def capture(
     model: nn.Module, example_inputs: Any, device: Device, *, training: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, channels_last: bool = False,
 ) -> Recorder:  # fmt: skip
-    """Capture `model` on fake tensors, and rewrite its graphs for `device`; see `explain`."""
+    """Capture `model` on fake tensors, or on real ones where its forward reads values, and rewrite
+    its graphs for `device`; see `explain`."""
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidInput("dtype", dtype, "a torch.dtype, or None")
-    args, kwargs = as_arguments(example_inputs)
-    mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(device)
+    inputs = as_arguments(example_inputs)
     cast = None if training else dtype
 
-    def fake(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        kind = cast if cast is not None and x.is_floating_point() else x.dtype
-        with mode:
-            # On the CPU, whatever the tensors are on: a PyTorch without CUDA has no other.
-            made = torch.empty_strided(x.shape, x.stride(), dtype=kind, device="cpu")
-            if isinstance(x, nn.Parameter):
-                return nn.Parameter(made, x.requires_grad)
-            return made.requires_grad_(x.requires_grad)
+    def run(mode: FakeTensorMode | None, is_captured: bool = True) -> Recorder:
+        def made(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            kind = cast if cast is not None and x.is_floating_point() else x.dtype
+            with mode or nullcontext():
+                # On the CPU, whatever the tensors are on: a PyTorch without CUDA has no other.
+                if mode is None:
+                    new = x.detach().to("cpu", kind, copy=True)
+                else:
+                    new = torch.empty_strided(x.shape, x.stride(), dtype=kind, device="cpu")
+                if channels_last and new.dim() == 4:
+                    new = new.contiguous(memory_format=torch.channels_last)
+                if isinstance(x, nn.Parameter):
+                    return nn.Parameter(new, x.requires_grad)
+                return new.requires_grad_(x.requires_grad)
 
-    try:
+        recorder = Recorder(device)
         tensors = (*model.parameters(), *model.buffers())
-        copy = deepcopy(model, {id(t): fake(t) for t in tensors}).train(training)
-        args, kwargs = _pytree.tree_map(fake, (args, kwargs))
+        copy = deepcopy(model, {id(t): made(t) for t in tensors}).train(training)
+        args, kwargs = _pytree.tree_map(made, inputs)
         low = training and dtype is not None
         autocast = torch.autocast("cpu", dtype) if low else nullcontext()
-        with mode, autocast, torch.set_grad_enabled(training):
-            out = torch.compile(own_frame(copy), backend=recorder.compile)(*args, **kwargs)
+        with mode or nullcontext(), autocast, torch.set_grad_enabled(training):
+            frame = own_frame(copy)
+            call = torch.compile(frame, backend=recorder.compile) if is_captured else frame
+            out = call(*args, **kwargs)
             if training:
                 leaves = [t for t in _pytree.tree_leaves(out) if isinstance(t, Tensor)]
                 heads = [t for t in leaves if t.requires_grad]
-                torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
+                if heads:
+                    torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
+        return recorder
+
+    try:
+        try:
+            return run(FakeTensorMode(allow_non_fake_inputs=True))
+        except Exception as error:
+            if not isinstance(_inner(error), _OF_VALUES):
+                raise
+        return run(None)
     except Exception as error:  # whatever a forward may raise
-        name = type(model).__name__
-        raise ConfpredError(f"{name} cannot be captured: {_reason(error)}") from error
-    return recorder
+        reason = _reason(error)
+        try:
+            run(FakeTensorMode(allow_non_fake_inputs=True), is_captured=False)
+        except Exception as plain:  # eager mode says it in fewer words
+            reason = _reason(plain)
+        raise ConfpredError(f"{type(model).__name__} cannot be captured: {reason}") from error
 
 
 def _reason(error: BaseException) -> str:
     """Return the first line of the error that Dynamo, or its backend, has wrapped; its type where
     it has no text."""
-    while inner := getattr(error, "inner_exception", None) or error.__cause__:
-        error = inner
+    error = _inner(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return " ".join(lines[: 1 + lines[0].endswith(":")]) or type(error).__name__
 
 
-def _row(group: Sequence[Site], device: Device) -> Row:
+def _inner(error: BaseException) -> BaseException:
+    """Return the error that Dynamo, or its backend, has wrapped."""
+    while inner := getattr(error, "inner_exception", None) or error.__cause__:
+        error = inner
+    return error
+
+
+def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate_s: float) -> Row:
     """Return the row of layers of one kind."""
     site, names = group[0], tuple(site.name or "-" for site in group)
     choice = site.choice
     pytorch_ms = None if choice is None else choice.pytorch_ms
-    if pytorch_ms is None and site.problem is not None:
+    if pytorch_ms is None and isinstance(site.problem, Problem):
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
+    is_estimate = pytorch_ms is None and bool(sizes)
+    pytorch_ms = 1e3 * estimate_s if is_estimate else pytorch_ms
     problem: Any = site.problem
     first = (names, site.direction, problem, site.fused)
     if choice is not None and site.is_ours:
         config, ms = dict(choice.config or {}), choice.predicted_ms
-        return Row(*first, choice.provider, config, ms, pytorch_ms, choice.source)
-    reason = site.why or ("no model" if choice is None else choosing.why_pytorch(choice))
-    reason = "one kernel" if site.direction == "norm" else str(reason)
-    return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason)
+        reason = choice.source + ", unlike what was measured" * choice.extrapolated
+        more = (config, pytorch_ms if ms is None else ms, pytorch_ms, reason)
+        return Row(*first, choice.provider, *more, sizes, is_estimate)
+    reason = "one kernel" if site.direction == "norm" else site.reason
+    return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason, sizes, is_estimate)
+
+
+def _other_row(name: str, calls: Sequence[tuple[str, float]]) -> Row:
+    """Return the row of an operator that is no convolution."""
+    ms = 1e3 * sum(seconds for _, seconds in calls) / len(calls)
+    names = tuple(module or "-" for module, _ in calls)
+    return Row(names, name, None, (), PYTORCH, {}, ms, ms, "no convolution", (), True)
 
 
 def _seconds(row: Row, device: Device) -> tuple[float, float]:
     """Return the seconds of one layer's convolution by PyTorch, and of what runs."""
-    p = row.problem
-    if p is None:
-        return 0.0, 0.0
-    if row.expected_ms is None or row.pytorch_ms is None:
-        moved = p.itemsize * (p.input_elements + p.output_elements)
-        return (_bound_s(moved, p.flops, device),) * 2
+    p, before, after = row.problem, row.pytorch_ms or 0.0, row.expected_ms or 0.0
     # Before, other operators compute all that follows the convolution.
-    bare = choosing.pytorch_ms(left_to_pytorch(p), device) if p.has_epilogue else None
-    return 1e-3 * (bare or row.pytorch_ms), 1e-3 * row.expected_ms
+    if p is not None and p.has_epilogue and not row.is_estimate:
+        before = choosing.pytorch_ms(left_to_pytorch(p), device) or before
+    return 1e-3 * before, 1e-3 * after
+
+
+def _convolution_s(node: fx.Node, device: Device) -> float:
+    """Return the seconds that a direction of a convolution is expected to take, by its bytes and
+    operations."""
+    image, filters = map(val_of, arguments_of(node)[:2])
+    out = val_of(node) if node.target is CONVOLUTION else val_of(node.args[0])
+    if arguments_of(node)[6]:
+        image, out = out, image  # transposed: each pixel of the input meets the filter
+    moved = sum(t.numel() * t.element_size() for t in (image, filters, out))
+    flops = 2.0 * out.numel() * filters.numel() / filters.shape[0]
+    # TF32, PyTorch's default for convolutions, has half the rate of half precision.
+    return _bound_s(moved, flops * (1 if image.dtype in _HALF else 2), device)
 
 
 def _node_s(node: fx.Node, device: Device) -> float:

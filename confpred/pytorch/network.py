@@ -239,7 +239,12 @@ def _compare(
         _initialize(model, args, kwargs)
         captured = partial(made.calls.of, made.captured)
         model._compiled_call_impl = captured
-        ours = _results(model, args, kwargs)
+        try:
+            ours = _results(model, args, kwargs)
+        except TorchDynamoException:
+            model._compiled_call_impl = None
+            _results(model, args, kwargs)  # where eager mode fails, too, its error is plainer
+            raise
         for reason in made.calls.breaks[:1]:
             log.warning("%s is captured in parts, cut where: %s", name, reason)
         model._compiled_call_impl = None

@@ -349,7 +349,7 @@ def _remarks(
     if most >= config.recompile_limit:
         yield f"Dynamo captures at most {config.recompile_limit} sets; others run as in eager mode"
     if any("front end is missing" in each.reason(s) for each in found for s in each.sites):
-        yield f"cuDNN's plans need: {install_command('cudnn')}"
+        yield f"cuDNN's plans need: {install_command('gpu')}"
     if eager.is_enabled():
         layers = [m for m in model.modules() if type(m) is nn.Conv2d and m.groups > 1]
         yield (

@@ -273,7 +273,7 @@ def test_without_the_front_end_plans_cannot_be_listed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", without_cudnn)
     front_end.cache_clear()
-    with pytest.raises(MissingExtra, match=r"nvidia-cudnn-frontend.*\[cudnn\]"):
+    with pytest.raises(MissingExtra, match=r"nvidia-cudnn-frontend.*\[gpu\]"):
         FAMILY.listed(DENSE, H200)
 
 

@@ -112,7 +112,7 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
         for text in texts.values()
         for extra in re.findall(r'(?:MissingExtra\(.+, |require_packages\(|needing\()"(\w+)"', text)
     }
-    assert {"gpu", "train", "client", "cudnn", "data"} <= raised <= set(EXTRAS)
+    assert {"gpu", "train", "client", "data"} <= raised <= set(EXTRAS)
 
 
 @pytest.mark.slow(reason="the package index is asked for metadata of many packages")

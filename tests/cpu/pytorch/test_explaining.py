@@ -1,4 +1,4 @@
-"""`explain` says why a network cannot be captured, whichever of PyTorch's layers raised."""
+"""`explain`: right without options, whole, and with a reason for what cannot be captured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import confpred
 from confpred.errors import ConfpredError
 from confpred.pytorch import backend
+from confpred.pytorch import explain as explain_module
 
 
 @pytest.mark.passes_fail
@@ -24,7 +25,8 @@ def test_a_graph_that_is_undone_has_no_rows(monkeypatch, training: bool) -> None
     name = "describe_tensors" if training else "update_in_place"
     monkeypatch.setattr(backend.passes, name, fail)  # a pass that fails
     explanation = confpred.explain(model, torch.rand(2, 8, 6, 6), training=training)
-    assert explanation.rows == ()
+    assert {row.provider for row in explanation.rows} <= {"pytorch"}
+    assert not any(row.sizes for row in explanation.rows)
     assert explanation.step.launches_after
 
 
@@ -53,3 +55,150 @@ def test_a_reason_is_never_empty(text: str, layer: str) -> None:
     reason = "no such layer" if text[:2] == "no" and layer != "Dynamo" else r".*\w"
     with pytest.raises(ConfpredError, match=f"Failing cannot be captured: {reason}"):
         confpred.explain(Failing(), torch.rand(2, 4))
+
+
+def layers(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=8), *more).eval()
+
+
+def image(size: int = 56) -> Tensor:
+    return torch.rand(8, 64, size, size)
+
+
+def test_the_device_and_the_mode_are_those_of_machine_and_model() -> None:
+    model = layers()
+    told = confpred.explain(model, image())
+    assert (told.device, told.training) == ("h100", False)
+    assert told.remarks[0] == (
+        "An H100 is assumed, as this machine has no GPU: device= names another one."
+    )
+    trained = confpred.explain(model.train(), image(), "h100")
+    assert trained.training
+    assert {"fprop", "wgrad"} <= {row.direction for row in trained.rows}
+    assert "step of training on h100" in str(trained)
+    assert not confpred.explain(model, image(), "h100", training=False).training
+    assert not any("assumed" in remark for remark in trained.remarks)
+
+
+def test_a_poor_answer_offers_half_precision_and_channels_last() -> None:
+    told = confpred.explain(layers(), image(), "h100")
+    assert told.step.gain < 1.1
+    assert told.step.convolution_share > 0.9
+    (remark,) = told.remarks
+    assert remark.startswith("With model.half() and model.to(memory_format=torch.channels_last)")
+    half = layers().half().to(memory_format=torch.channels_last)
+    x = image().half().to(memory_format=torch.channels_last)
+    good = confpred.explain(half, x, "h100")
+    assert good.remarks == ()
+    assert f"{good.step.ms_before:.3f} -> {good.step.ms_after:.3f} ms" in remark
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("training", [False, True])
+def test_every_layer_that_takes_time_is_a_row(rank: int, training: bool) -> None:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+    model = nn.Sequential(kind(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+    x = torch.rand(4, 8, *[12] * rank)
+    model(x)
+    told = confpred.explain(model, x, "h100", training=training)
+    rows = {row.direction: row for row in told.rows}
+    assert rows["fprop"].sizes == tuple(x.shape)
+    assert rows["fprop"].reason == f"{rank}-d; confpred serves 2-d"
+    assert {"aten.relu", "aten.addmm"} <= rows.keys()
+    assert ("wgrad" in rows) == training
+    total = sum(len(row.layers) * row.expected_ms for row in told.rows)
+    assert total == pytest.approx(told.step.ms_after)
+    assert told.step.unpredicted == 1 + training
+
+
+def test_channels_first_layers_take_time() -> None:
+    told = confpred.explain(layers(nn.Conv2d(64, 128, 1)), image(), "h100")
+    first, second = (row for row in told.rows if row.sizes)
+    assert (first.reason, first.sizes, first.is_estimate) == (
+        "channels first", (8, 64, 56, 56), True
+    )  # fmt: skip
+    assert min(first.expected_ms, second.expected_ms) > 0.002
+    assert "~0.0" in str(told)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum().item() > 0:
+            x = x * 2
+        return self.last(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_forward_that_reads_values_is_explained_in_parts(training: bool) -> None:
+    x = torch.rand(2, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    told = confpred.explain(Counted().train(training), x, "h100")
+    assert told.step.parts == 2
+    assert {"first", "last"} <= {name for row in told.rows for name in row.layers}
+
+
+@pytest.mark.parametrize("call", [confpred.explain, confpred.optimize])
+def test_wrong_channels_are_named_in_a_line(call) -> None:
+    with pytest.raises(ConfpredError) as caught:
+        call(layers(), torch.rand(2, 3, 8, 8))
+    text = str(caught.value)
+    assert text.endswith("to have 64 channels, but got 3 channels instead")
+    assert "\n" not in text
+
+
+def test_reasons_are_whole() -> None:
+    model = layers(nn.ConvTranspose2d(64, 8, 2), nn.Conv2d(8, 2, 1, groups=2))
+    told = str(confpred.explain(model.half(), image().half(), "a100"))
+    assert all(len(line) <= 120 for line in told.splitlines())
+    assert "…" not in told
+    for words in ("no model for this device", "transposed"):
+        assert words in told
+
+
+class Normed(nn.Module):
+    """Channels-first images between norms of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Conv2d(c, 32, 3, padding=1) for c in (3, 32, 32))
+        self.body = nn.Sequential(*(
+            layer for conv in blocks for layer in (conv, nn.GroupNorm(8, 32), nn.SiLU())
+        ))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("device", ["h100", "a100"])
+def test_more_launches_and_a_loss_are_explained(device: str) -> None:
+    x = torch.rand(1, 3, 32, 32).half()
+    told = confpred.explain(Normed().eval().half(), x, device)
+    assert told.step.launches_after > told.step.launches_before
+    assert told.step.added["aten.clone"] >= 3
+    text = " ".join(told.remarks)
+    assert "Rewriting adds " in text
+    assert "channels last" in text
+    assert ("It is slower" in text) == (told.step.gain < 0.995)
+    assert ("no model of the a100" in text) == (device == "a100")
+
+
+def test_what_cudnn_brings_is_said_where_it_is_missing(monkeypatch) -> None:
+    """As if its front end were not installed, and as if it were."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 1)).half().eval().to(memory_format=torch.channels_last)
+    x = image().half().contiguous(memory_format=torch.channels_last)
+    for found in (None, "there"):
+        monkeypatch.setattr(explain_module, "find_spec", lambda name, found=found: found)
+        said = [r for r in confpred.explain(model, x, "h100").remarks if "cuDNN's plans" in r]
+        assert len(said) == (found is None)
+        assert all("pip install" in each for each in said)
+
+
+def test_unlike_is_said() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)).half().eval()
+    x = torch.rand(1, 2, 3, 3).half().contiguous(memory_format=torch.channels_last)
+    (row, *_) = confpred.explain(model, x, "h100").rows
+    assert row.provider == "pytorch" or "unlike" in row.reason
