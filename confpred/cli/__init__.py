@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from confpred.errors import ConfpredError, InvalidInput
+from confpred.errors import ConfpredError, DataError, InvalidInput, ModelError, nearest
 
 #: Module of each subcommand, which is a function of its name there, and the one-line help.
 COMMANDS = {
@@ -53,6 +53,12 @@ class _LazyGroup(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = nearest(args[0], COMMANDS)
+            ctx.fail(f"No such command {args[0]!r}; allowed: {near}.")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -79,7 +85,8 @@ def main() -> None:
         if not isinstance(ended, (Stopped, ConfpredError, OSError)):
             raise
         click.echo(f"confpred: {ended}", err=True)
-        sys.exit(getattr(ended, "exit_code", 2 if isinstance(ended, InvalidInput) else 1))
+        wrong = (InvalidInput, DataError, ModelError)  # of what the command was given
+        sys.exit(getattr(ended, "exit_code", 2 if isinstance(ended, wrong) else 1))
 
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}

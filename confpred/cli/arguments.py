@@ -41,16 +41,28 @@ class _Measurements(click.Path):
 MEASUREMENTS = _Measurements(exists=True, file_okay=False, path_type=Path)
 NEW_MEASUREMENTS = _Measurements(path_type=Path)
 
+
+def _models_of_gpus(_: Any, __: Any, begun: str) -> list[str]:
+    """Complete a GPU model that a shell was given the beginning of."""
+    from confpred.problem.device import KNOWN
+
+    return [key for key in KNOWN if key.startswith(begun)]
+
+
 device_option = click.option(
-    "--device", "--gpu", required=True, help="GPU model, such as h100; see confpred devices."
-)
+    "--device", "--gpu", required=True, metavar="MODEL", shell_complete=_models_of_gpus,
+    help="GPU model to answer for, such as h100; see confpred devices.",
+)  # fmt: skip
+
 folds_option = click.option("--folds", type=click.IntRange(2, 50), default=5, show_default=True)
 force_option = click.option(
     "--force", is_flag=True, help="Replace output files that exist; never an input."
 )
 gpu_option = click.option(
-    "--device", default="cuda:0", show_default=True, help="GPU of this machine."
-)
+    "--device", default="cuda:0", show_default=True, metavar="CUDA",
+    help="GPU of this machine, such as cuda:1.",
+)  # fmt: skip
+
 json_option = partial(click.option, "--json", "as_json", is_flag=True)
 model_option = click.option("--model", type=FOLDER, help="Model folder; default: the newest.")
 plan_option = click.option(

@@ -28,7 +28,7 @@ from confpred.cli.arguments import (
     problems_of,
     require_packages,
 )
-from confpred.errors import ConfpredError
+from confpred.errors import ConfpredError, InvalidInput
 from confpred.predict.choice import MAX_TOP, Choice, answers_json
 from confpred.problem.limits import Limits
 
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 _PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 _ANSWER_HEADINGS = (
-    "layer", "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
-    "config",
+    "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
 )  # fmt: skip
 _GUESSES = {
     "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
@@ -105,13 +104,20 @@ def predict(
 
 def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterator[str]:
     rows: list[Sequence[str]] = [_ANSWER_HEADINGS]
+    heads: list[str] = []  # that stand above a row
+    configs: list[str] = []  # that stand below it
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
             cells = _cells(choice) | {"rank": str(rank)}
             if rank > 1:
-                cells |= dict.fromkeys(("layer", "bound", "confidence"), "")
+                cells |= dict.fromkeys(("bound", "confidence"), "")
             rows.append([cells[heading] for heading in _ANSWER_HEADINGS])
-    yield from aligned(rows)
+            heads.append(cells["layer"] if rank == 1 else "")
+            configs.append(cells["config"])
+    first, *lines = aligned(rows)
+    yield first
+    for line, head, config in zip(lines, heads, configs, strict=True):
+        yield from filter(None, (head, line, f"      {config}" if config else ""))
     models = sorted({c.model for choices in answers for c in choices if c.model is not None})
     if any(choices[0].regret_bound is not None for choices in answers):
         yield (
@@ -151,7 +157,7 @@ def _cells(choice: Choice) -> dict[str, str]:
 @click.option(
     "--plot",
     type=OUTPUT,
-    help="Write a plot of the only layer: PNG, or SVG where the name ends in .svg.",
+    help="Write a plot of the only layer, .png or .svg.",
 )
 @model_option
 @plan_option
@@ -195,6 +201,12 @@ def explain(
         raise click.UsageError(f"--plot shows one layer; {len(problems)} were given")
     check_files({"plot": plot}, force=force, inputs=[network, model, plan])
     if plot is not None:
+        if plot.suffix.lower() not in (".png", ".svg"):
+            raise InvalidInput("plot", str(plot), "a name that ends in .png or .svg")
+        if not plot.parent.is_dir():
+            raise InvalidInput(
+                "plot", str(plot), f"a folder that exists, and {plot.parent} is none"
+            )
         require_packages("train", "matplotlib")
     predictor = predictor_for(problems, model, plan)
     found = list(explain_layers(problems, device, top=top, predictor=predictor))

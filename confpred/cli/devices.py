@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
 
 _DEVICE_HEADINGS = (
-    "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers", "problems",
+    "device", "product", "arch", "SMs", "GB/s", "TFLOP/s", "model", "layers",
 )  # fmt: skip
 
 
@@ -107,10 +107,9 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
 def _device_row(known: KnownDevice) -> tuple[str, ...]:
     d = known.device
     return (
-        *(d.key, d.product, d.arch, str(d.sm_count)),
+        *(d.key, d.product.removeprefix("NVIDIA "), d.arch, str(d.sm_count)),
         *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
         *(known.model or "none", _layers(known)),
-        "" if known.problems is None else f"{known.problems:,}",
     )
 
 

@@ -22,7 +22,7 @@ from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import config_words, operation_of
 from confpred.model.folder import Model
 from confpred.model.rank import FamilyModel
-from confpred.predict.choice import MAX_TOP, Choice, check_top
+from confpred.predict.choice import LAUNCH_MS, MAX_TOP, Choice, check_top
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
@@ -230,10 +230,17 @@ def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
     if choice.regret_bound is not None:
         slow = f"at most {choice.regret_bound:.3f} times as slow as the best config"
         yield "bound", f"with 95 % confidence {slow}"
+    elif choice.extrapolated:
+        yield (
+            "bound",
+            "none: unlike all layers that the model has learned from, so it may be far off",
+        )
     elif choice.is_guess:
         yield "bound", "none, with no confidence: nothing was calibrated for this device"
     share = explanation.roofline_share
     reached = "" if share is None else f"; the choice reaches {share:.0%} of it"
+    if floor.floor_ms < LAUNCH_MS:
+        reached = f"; a launch takes {LAUNCH_MS} ms"
     least = f"{_amount(floor.bytes, 'B')} and {_amount(floor.flops, 'FLOP')} take at least"
     yield "roofline", f"{least} {floor.floor_ms:.4f} ms, limited by {floor.limit}{reached}"
     yield "PyTorch", _pytorch(explanation)

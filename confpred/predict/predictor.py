@@ -22,7 +22,14 @@ from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
-from confpred.predict.choice import Choice, Source, check_max_regret, check_top, with_fallback
+from confpred.predict.choice import (
+    Choice,
+    Source,
+    check_max_regret,
+    check_top,
+    launch_ms,
+    with_fallback,
+)
 from confpred.predict.plan import Plan, read_plan
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import KNOWN, Device, get_device
@@ -270,7 +277,7 @@ class Predictor:
                     donor=None if own else model.device.key,
                 )
                 found[problem] = choices = [
-                    replace(one, candidate=candidate, predicted_ms=seconds * 1e3)
+                    replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
                     for seconds, candidate in options[: top + _KNOWN]
                 ]
                 bound, extrapolated = trust
@@ -377,13 +384,13 @@ def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> lis
         first = zip(seconds[kept][:top].tolist(), rows[kept].tolist(), strict=False)
         found += [(value, Candidate(name, row)) for value, row in first]
     return [
-        Choice(problem, device.key, "heuristic", candidate, seconds * 1e3)
+        Choice(problem, device.key, "heuristic", candidate, launch_ms(seconds))
         for seconds, candidate in sorted(found)[: top + _KNOWN]
     ]
 
 
 def _ms_of(candidate: Candidate, options: Options) -> float | None:
-    return next((seconds * 1e3 for seconds, found in options if found == candidate), None)
+    return next((launch_ms(seconds) for seconds, found in options if found == candidate), None)
 
 
 def _expected_ms(
@@ -395,8 +402,8 @@ def _expected_ms(
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
-        return float(family_of(candidate).estimate_s(problem, device, row)[0]) * 1e3
-    return float(learned.rank(problem, device, row)[1][0]) * 1e3
+        return launch_ms(float(family_of(candidate).estimate_s(problem, device, row)[0]))
+    return launch_ms(float(learned.rank(problem, device, row)[1][0]))
 
 
 def distance(one: Device, other: Device) -> float:

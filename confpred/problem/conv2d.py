@@ -102,6 +102,25 @@ class Problem(Record):
     residual: bool = False
     deterministic: bool = False
 
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str]) -> Problem:
+        """Build a problem from the texts of its fields; ``padding=same`` and ``valid`` are as in
+        ``torch.nn.Conv2d``.
+
+        Raises:
+            InvalidProblem: as of `from_json`, or no padding gives an output of the input's size.
+        """
+        padding, read = texts.get("padding"), dict(texts)
+        if padding in ("same", "valid"):
+            read["padding"] = "64"  # until the filter is known
+            p = super().from_texts(read)
+            spans = (p.dilation[0] * (p.r - 1), p.dilation[1] * (p.s - 1))
+            if padding == "same" and (p.stride != (1, 1) or spans[0] % 2 or spans[1] % 2):
+                raise InvalidProblem("padding", padding, "numbers, unless stride is 1 and r, s odd")
+            sizes = spans if padding == "same" else (0, 0)
+            read["padding"] = f"{sizes[0] // 2}x{sizes[1] // 2}"
+        return super().from_texts(read)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, default, directions in _ONLY_IN:

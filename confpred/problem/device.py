@@ -32,6 +32,7 @@ from confpred.files import read_json, user_folder, write_whole
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
+_SHOWN = 3  # GPU models that an error names
 TABLE_FORMAT, FORMAT = "confpred-devices/1", "confpred-device/1"
 _TABLE = Path(__file__).with_name("devices.json")
 _MOST_CHARACTERS = 100  # of a key, as it is a file's name, and of a device's name
@@ -142,9 +143,14 @@ def get_device(name: str | Device) -> Device:
         if device is not None:
             return device
         if " mig " in plain(name):
-            raise UnknownDevice("device", name, f"a whole GPU: {' or '.join(KNOWN)}")
-    near, known = nearest(name, KNOWN), " or ".join(KNOWN)
-    raise UnknownDevice("device", name, known if near == known else f"{near}, say; all are {known}")
+            some = ", ".join([*KNOWN][:_SHOWN])
+            raise UnknownDevice("device", name, f"a whole GPU, such as {some}")
+    if isinstance(name, str) and name.partition(":")[0] in ("cuda", "cpu"):
+        allowed = "the GPU model to answer for, such as h100; cuda:0 is for commands that measure"
+        raise UnknownDevice("device", name, allowed)
+    near = nearest(name, KNOWN)
+    some = near if near != " or ".join(KNOWN) else ", ".join([*KNOWN][:_SHOWN])
+    raise UnknownDevice("device", name, f"{some}, or another one of `confpred devices`")
 
 
 def listed(name: str) -> Device | None:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from confpred.errors import InvalidProblem
+from confpred.errors import InvalidProblem, nearest
 
 _R = TypeVar("_R", bound="Record")
 #: Bytes of an element, by dtype.
 ITEMSIZES: Mapping[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+#: Other names of dtypes in words, as PyTorch and others have them.
+_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
+OTHER_NAMES: Mapping[str, str] = {**_NAMES, "fp32": "float32", **{n: n for n in ITEMSIZES}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,9 @@ class Record:
             raise InvalidProblem("problem", fields, f"an object of fields such as {names}")
         for name in fields:
             if name not in known:
-                raise InvalidProblem(str(name), fields[name], f"a field among {', '.join(known)}")
+                near = nearest(name, known)
+                allowed = ", ".join(known) if near == " or ".join(known) else near
+                raise InvalidProblem(str(name), fields[name], f"a field such as {allowed}")
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
                 for given in fields:  # one that is wrong is likely why this one is missing
@@ -152,7 +157,8 @@ class Record:
         """Build a problem from words such as ``"n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1x2"``,
         with blanks between them.
 
-        A pair is one integer, or two joined by ``x``.
+        A pair is one integer, or two joined by ``x`` or a comma. A dtype may have PyTorch's names,
+        too.
 
         Raises:
             InvalidProblem: a word is not ``field=value``, or `from_json` refuses the fields.
@@ -180,11 +186,11 @@ class Record:
     @classmethod
     def _value(cls, name: str, text: str) -> Any:
         if name in cls.CHOICES:
-            return text
+            return OTHER_NAMES.get(text.removeprefix("torch."), text) if name == "dtype" else text
         if name not in cls.LIMITS and name in cls._fields():
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-        if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}x[0-9]{1,18}", text):
-            return [int(part) for part in text.split("x")]
+        if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}[x,][0-9]{1,18}", text):
+            return [int(part) for part in re.split("[x,]", text)]
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
     def __str__(self) -> str:

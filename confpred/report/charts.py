@@ -299,7 +299,8 @@ def _plot_roofline(axes: Any, explanation: LayerExplanation) -> None:
     axes.plot(intensity, ceiling, "_", color=_FLOOR, markersize=12)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=min(rate * left / ridge, ceiling * _LOWEST))
+    lowest = [floor.flops / (ms * 2e9) for _, ms, _, _ in marks if ms]  # in full
+    axes.set_ylim(bottom=min(rate * left / ridge, ceiling * _LOWEST, *lowest))
     axes.set_xlabel("FLOP / byte", fontsize=8)
     axes.set_ylabel("TFLOP/s", fontsize=8)
     axes.set_title(f"Limited by {floor.limit}; share of the roofline", fontsize=8)

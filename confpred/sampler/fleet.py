@@ -432,7 +432,7 @@ class Fleet:
         """Start an actor a GPU, and learn of which kind they are."""
         count = int(ray.cluster_resources().get("GPU", 0))
         if not count:
-            raise LaunchError("sampling needs an NVIDIA GPU, and the Ray cluster has none")
+            raise LaunchError("measuring needs an NVIDIA GPU, and the Ray cluster has none")
         self.gpus = [RayGpu(self, number) for number in range(count)]
         first = None
         while starting := [gpu for gpu in self.gpus if gpu.site is None]:

@@ -435,7 +435,7 @@ def find_gpus(gpus: str) -> dict[int, Run]:
     cuda = nvrtc_version()
     count = device_count()
     if not count:
-        raise LaunchError("sampling needs an NVIDIA GPU, and no CUDA device can be used here")
+        raise LaunchError("measuring needs an NVIDIA GPU, and no CUDA device can be used here")
     if gpus == "all":
         ordinals = list(range(count))
     elif re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", gpus):

@@ -173,7 +173,7 @@ def on_made_up_data(block: Block, request: pytest.FixtureRequest, folder: Path) 
     assert sample.endswith("# needs a GPU")
     done = run(sample, folder)
     assert done.returncode == 1
-    assert done.stderr.startswith("confpred: sampling needs an NVIDIA GPU")
+    assert done.stderr.startswith("confpred: measuring needs an NVIDIA GPU")
     assert not (folder / "runs").exists()
     told = said(run("\n".join(others), folder))
     assert "regret on held-out networks" in told

@@ -73,7 +73,7 @@ def test_bad_options_are_named(suite, tmp_path, words, message):
 
 def test_without_a_gpu_the_error_says_so(suite, tmp_path):
     done = confpred("sample", "--suite", suite, "--out", tmp_path / "out")
-    said = "confpred: sampling needs an NVIDIA GPU, and no CUDA device can be used here\n"
+    said = "confpred: measuring needs an NVIDIA GPU, and no CUDA device can be used here\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
@@ -81,7 +81,7 @@ def test_without_a_gpu_the_error_says_so(suite, tmp_path):
 def test_a_ray_without_a_gpu_is_an_error(suite, tmp_path):
     words = ("sample", "--suite", suite, "--out", tmp_path / "out", "--engine", "ray")
     done = confpred(*words, env=os.environ)
-    said = "confpred: sampling needs an NVIDIA GPU, and the Ray cluster has none\n"
+    said = "confpred: measuring needs an NVIDIA GPU, and the Ray cluster has none\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
