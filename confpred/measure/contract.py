@@ -3,6 +3,7 @@ against the kernels' parameters, and a small run (``confpred check-family``)."""
 
 from __future__ import annotations
 
+import difflib
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ import numpy as np
 
 from confpred.cuda.compiler import nvrtc_version, ptx_of
 from confpred.errors import CompileError, ConfpredError, InvalidInput, MissingExtra
-from confpred.families.protocol import Family
+from confpred.families.kernel_text import file_text
+from confpred.families.protocol import Batched, Bounded, Compiled, Family, LibraryFamily
+from confpred.families.table import Shaped, Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Operation, Step
@@ -22,6 +25,8 @@ from confpred.problem.record import Record
 _MEMBERS = (
     "name", "operation", "configs", "feature_names", "legal", "estimate_s", "features", "launch",
 )  # fmt: skip
+#: Classes whose members a family has or may have.
+_BASES = (Shaped, Tabled, Family, Batched, Bounded, Compiled, LibraryFamily)
 _SIZES = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128, 256)
 _TRIES = 400  # random problems, until enough of them have a legal config
 _PROBLEMS, _LAUNCHES, _KERNELS = 8, 4, 12  # problems; launches of one; kernels that are compiled
@@ -65,6 +70,7 @@ def check_family(
         return Report(tuple(breaches))
     found = list(problems) or _random_problems(family.operation.problem)
     steps: dict[KernelSpec, tuple[Step, Record]] = {}
+    grids: dict[KernelSpec, tuple[int, ...]] = {}  # the largest of all launches, by direction
     tried: list[tuple[Record, list[int]]] = []
     launches = 0
     for problem in found:
@@ -79,6 +85,8 @@ def check_family(
                 launches += 1
                 for step in launch.steps if launch and not said else ():
                     steps.setdefault(step.kernel, (step, problem))
+                    known = grids.get(step.kernel, step.grid)
+                    grids[step.kernel] = tuple(map(max, known, step.grid))
         if breaches or len(tried) >= _PROBLEMS:
             break
     if not tried and not breaches:
@@ -93,7 +101,7 @@ def check_family(
         nvrtc_version()
         for step, problem in list(steps.values())[:_KERNELS]:
             kernels += 1
-            breaches = _kernel(step, problem, device)
+            breaches = _kernel(step, problem, device, grids[step.kernel])
             if breaches:
                 break
     except MissingExtra as error:
@@ -134,11 +142,22 @@ def _static(family: Any) -> Iterator[str]:
                 yield f"configs: the field {name!r} is {configs.dtype[name]}, not one integer a row"
         if len(np.unique(configs)) < len(configs):
             yield "configs: some rows are equal, and a config has one row"
+    yield from _misspelt(type(family))
     names = family.feature_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         yield f"feature_names: is {type(names).__name__}, not a tuple of texts"
     elif again := sorted({name for name in names if names.count(name) > 1}):
         yield f"feature_names: has {', '.join(again)} more than once"
+
+
+def _misspelt(kind: type) -> Iterator[str]:
+    """Yield the members of a family's own classes that look like inherited ones."""
+    classes = [each for each in kind.__mro__ if each not in (Shaped, Tabled, object)]
+    own = {name for each in classes for name in vars(each) if not name.startswith("__")}
+    members = {n for each in _BASES for n in dir(each) if not n.startswith(("__", "_abc", "_is_"))}
+    for name in sorted(own - members):
+        if near := difflib.get_close_matches(name, members - own, 1, 0.8):
+            yield f"{name}: is no member of a family, and {near[0]} is not overridden: misspelt?"
 
 
 def _formulas(family: Family, device: Device, problem: Record) -> tuple[list[str], Any]:
@@ -192,8 +211,9 @@ def _launch(family: Family, problem: Record, row: int) -> tuple[Launch | None, l
     return launch, [f"{said} {where}" for said in breaches]
 
 
-def _kernel(step: Step, problem: Record, device: Device) -> list[str]:
-    """Return the breaches between a step and its kernel as NVRTC compiles it."""
+def _kernel(step: Step, problem: Record, device: Device, grid: Sequence[int]) -> list[str]:
+    """Return the breaches between a step and its kernel as NVRTC compiles it; `grid` has the most
+    blocks of its launches in each direction."""
     spec = step.kernel
     try:
         text = ptx_of(spec, device.arch)
@@ -212,6 +232,17 @@ def _kernel(step: Step, problem: Record, device: Device) -> list[str]:
             return [f"launch: parameter {number} of {where} has {bits} bits, {passed}"]
     if len(kernel) != len(wanted):
         return [f"launch: {where} has {len(kernel)} parameters, and the launch {len(wanted)}"]
+    for axis, blocks in zip("xyz", grid, strict=True):
+        if blocks > 1 and f"%ctaid.{axis}" not in text:
+            return [
+                f"launch: grid has {blocks} blocks in {axis}, and {where} reads no blockIdx.{axis}"
+            ]
+    source = re.search(rf"\b{re.escape(spec.entry)}\s*\(([^)]*)\)", file_text(spec.file))
+    pointers = re.findall(r"\*\s*(?:__restrict__\s+)?(\w+)", source[1]) if source else []
+    taken = [pointers.index(name) for name in step.operands if name in pointers]
+    if taken != sorted(taken):
+        names = ", ".join(pointers[place] for place in sorted(taken))
+        return [f"launch: operands are {', '.join(step.operands)}, and {where} takes {names}"]
     return []
 
 

@@ -15,7 +15,7 @@ from layers import H100
 from slow import slow_but
 
 from confpred.families.registry import all_families
-from confpred.measure.contract import check_family
+from confpred.measure.contract import _misspelt, check_family
 
 GOOD = layer_norm.FAMILY
 
@@ -48,6 +48,25 @@ def without(name: str) -> object:
     members = ("name", "operation", "configs", "feature_names", "legal", "estimate_s", "features")
     members = (*members, "launch")
     return type("Part", (), {m: getattr(GOOD, m) for m in members if m != name})()
+
+
+def swapped_grid() -> Changed:
+    def launch(problem: object, row: int) -> object:
+        (step,) = GOOD.launch(problem, row).steps
+        x, y, z = step.grid
+        return replace(GOOD.launch(problem, row), steps=(replace(step, grid=(y, x, z)),))
+
+    return Changed(launch=launch)
+
+
+class Misspelt(type(GOOD)):
+    def alowed(self, problem: object, rows: object, limits: object) -> object:
+        """Return what `allowed` would."""
+
+
+class Hooked(type(GOOD)):
+    def _rule(self) -> None:
+        """Look like a hook of a table's."""
 
 
 CONFIGS, NAMES = GOOD.configs, GOOD.feature_names
@@ -102,6 +121,13 @@ BREACHES = {
         step_with(kernel=replace(STEP.kernel, defines=(("float", "="),))),
         "does not compile",
     ),
+    "swapped operands": (
+        step_with(operands=(STEP.operands[1], STEP.operands[0], *STEP.operands[2:])),
+        "launch: operands are in, out, ",
+    ),
+    "swapped grid": (swapped_grid(), "reads no blockIdx.y"),
+    "misspelt": (Misspelt(), "alowed: is no member of a family, and allowed is not overridden"),
+    "misspelt hook": (Hooked(), "_rule: is no member of a family, and _rules is not overridden"),
     "file": (step_with(kernel=replace(STEP.kernel, file="no.cu")), "no CUDA source no.cu"),
 }
 
@@ -110,7 +136,7 @@ BREACHES = {
 def test_a_breach_names_the_member(family: object, message: str) -> None:
     breaches = check_family(family, H100).breaches
     assert message in breaches[0], breaches
-    assert breaches[0].split(":")[0] in (*dir(GOOD), "name", "operation")
+    assert breaches[0].split(":")[0] in (*dir(GOOD), *dir(type(family)), "operation")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +153,11 @@ def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
     assert min(report.problems, report.launches, report.kernels) >= 8
     assert report.runs == 0
     assert report.skipped == ("no config was run: this machine has no such GPU",)
+
+
+def test_no_family_of_this_package_is_called_misspelt() -> None:
+    found = {name: [*_misspelt(type(family))] for name, family in all_families().items()}
+    assert {name: said for name, said in found.items() if said} == {}
 
 
 def test_the_command_names_family_and_member(tmp_path: Path) -> None:
