@@ -26,7 +26,8 @@ from starlette.responses import HTMLResponse, Response
 
 from confpred.errors import DataError, InvalidInput
 from confpred.files import read_json
-from confpred.model.card import DRIFT_FORMAT
+from confpred.model.card import CARD, DRIFT_FORMAT, read_card
+from confpred.model.folder import shipped_models
 from confpred.predict import explain
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
@@ -288,7 +289,18 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
         ))  # fmt: skip
     used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
     charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
-    return {"models": explain.Table("Models", "", 8, rows), "charts": charts}
+    table = explain.Table("Models", "", 8, rows)
+    return {"models": table, "charts": charts, "others": _other_models()}
+
+
+@cache
+def _other_models() -> explain.Table:
+    """Return the shipped models of other operations, which answer in PyTorch alone."""
+    rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
+    for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
+        card = read_card(path.parent)[1]
+        rows.append((path.parent.name, *(str(card[name]) for name in rows[0][1:])))
+    return explain.Table("Models that answer inside PyTorch", "", 0, rows)
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:

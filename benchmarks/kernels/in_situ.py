@@ -298,8 +298,10 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     for layer in result["layers"]:
         times = np.array([(c["alone_ms"], c["in_situ_ms"]) for c in layer["configs"]])
         alone_times, in_situ_times = (times / times.min(axis=0)).T
-        ax.plot(alone_times, in_situ_times, ".", alpha=0.6)
-    ax.axline((1, 1), slope=1, color="gray", linewidth=0.8)
+        label = f"{layer['network']} c={Problem.parse(layer['problem']).c}"
+        ax.plot(alone_times, in_situ_times, ".", alpha=0.6, label=label)
+    ax.axline((1, 1), slope=1, color="gray", linewidth=0.8, label="equal")
+    ax.legend(fontsize=6, frameon=False, title="a config of", title_fontsize=6)
     ax.set(xlabel="time alone / fastest alone", ylabel="time in situ / fastest in situ")
     figure.savefig(path, dpi=130)
 

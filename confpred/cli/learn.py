@@ -260,8 +260,9 @@ def report(
     check_files({"out": out}, force=force, inputs=sources)
     from confpred.report.page import judge_here, read_inputs, write_page
 
-    inputs = read_inputs(sources, device, judge_here(folds, seed))
-    write_page(inputs, out, replace=force)
+    with show_steps() as say:
+        inputs = read_inputs(sources, device, judge_here(folds, seed), say)
+        write_page(inputs, out, replace=force, say=say)
     layers = sum(len(evaluation.layers) for evaluation in inputs.evaluations)
     click.echo(f"{out}: {len(inputs.files)} files, {layers} judged layers")
 

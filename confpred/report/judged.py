@@ -23,7 +23,7 @@ from confpred.predict.explain import theme_of
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.report import COVERAGE
-from confpred.training import EVALUATION_FORMAT
+from confpred.training import EVALUATION_FORMAT, Said, unsaid
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.regret import Spread, geomean
 
@@ -283,7 +283,7 @@ class Importance:
     moved: float
 
 
-def importances(model: Model) -> dict[str, list[Importance]]:
+def importances(model: Model, say: Said = unsaid) -> dict[str, list[Importance]]:
     """Return the features of each pool of `model`, the largest importance first.
 
     They are measured on layers of its data and the configs that it offers for them.
@@ -291,7 +291,11 @@ def importances(model: Model) -> dict[str, list[Importance]]:
     pools: dict[str, list[FamilyModel]] = defaultdict(list)
     for learned in model.families.values():
         pools[learned.pool.name].append(learned)
-    return {name: _of_pool(model, members) for name, members in sorted(pools.items())}
+    found = {}
+    for done, (name, members) in enumerate(sorted(pools.items())):
+        say(f"importances in {model.version}", done, len(pools))
+        found[name] = _of_pool(model, members)
+    return found
 
 
 def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from confpred.model.card import CARD
 from confpred.model.folder import Model, load_model, model_folders
 from confpred.report import COVERAGE, charts, judged, tables
 from confpred.report.judged import Evaluated, evaluated, read_evaluation
+from confpred.training import Said, unsaid
 from confpred.training.dataset import Dataset, data_files, read_dataset
 from confpred.training.evaluate import evaluate
 from confpred.training.fit import Hyperparameters
@@ -30,18 +32,18 @@ WORST = 20  # layers of each evaluation that are listed
 _FOLDER = Path(__file__).parent
 
 
-def write_page(inputs: Inputs, path: Path, *, replace: bool = True) -> None:
+def write_page(inputs: Inputs, path: Path, *, replace: bool = True, say: Said = unsaid) -> None:
     """Write a page that needs no network, no other file and no program but a browser. The same
     inputs give the same bytes; `replace` is as `write_whole` has it.
 
     Raises:
         StorageError: the file system refused the write.
     """
-    text = page(inputs)
+    text = page(inputs, say)
     write_whole(path, lambda file: file.write(text.encode()), replace=replace)
 
 
-def page(inputs: Inputs) -> str:
+def page(inputs: Inputs, say: Said = unsaid) -> str:
     """Return the page; `page.html` asks `judged`, `tables` and `charts` for its parts."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
@@ -61,6 +63,7 @@ def page(inputs: Inputs) -> str:
         wanted=COVERAGE,
         listed=WORST,
         judged=judged,
+        importances=partial(judged.importances, say=say),
         tables=tables,
         charts=charts,
         evaluation_facts=_evaluation_facts,
@@ -150,6 +153,7 @@ def read_inputs(
     paths: Sequence[Path],
     device: str | None,
     judge: Callable[[Dataset], Evaluated],
+    say: Said = unsaid,
 ) -> Inputs:
     """Read what is at `paths`.
 
@@ -158,6 +162,7 @@ def read_inputs(
             measurements and folders of them.
         device: use the measurements of this device alone; None for all.
         judge: makes an evaluation of measurements of a device that none was given for.
+        say: progress.
 
     Raises:
         DataError: a file is damaged or foreign, or an evaluation is of other measurements than
@@ -169,7 +174,8 @@ def read_inputs(
     found: list[Evaluated] = []
     data: list[Path] = []
     files: list[InputFile] = []
-    for path in paths:
+    for done, path in enumerate(paths):
+        say("reading", done, len(paths))
         folders = model_folders(path) if path.is_dir() else {}
         if folders:
             for _, folder in sorted(folders.items()):
@@ -185,7 +191,8 @@ def read_inputs(
     runs = _runs(read_from)
     devices = sorted({run["device"] for run in runs}) if device is None else [device]
     datasets = {d.device.key: d for d in (read_dataset(data, key) for key in devices if data)}
-    for key, dataset in datasets.items():
+    for done, (key, dataset) in enumerate(datasets.items()):
+        say("judging", done, len(datasets))
         of_device = [evaluation for evaluation in found if evaluation.device.key == key]
         for evaluation in of_device:
             _check_digest(evaluation, dataset)

@@ -18,6 +18,6 @@ def copy_sources(repository: Path, folder: Path) -> Path:
     """Copy what a wheel is built from."""
     for name in ("confpred", "service", "kernels", "models", "datasets/suites"):
         shutil.copytree(repository / name, folder / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repository / name, folder)
     return folder
