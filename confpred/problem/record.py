@@ -142,8 +142,9 @@ class Record:
         for name in fields:
             if name not in known:
                 near = nearest(name, known)
-                allowed = ", ".join(known) if near == " or ".join(known) else near
-                raise InvalidProblem(str(name), fields[name], f"a field such as {allowed}")
+                all_of_them = near == " or ".join(known)
+                allowed = f"among {', '.join(known)}" if all_of_them else f"such as {near}"
+                raise InvalidProblem(str(name), fields[name], f"a field {allowed}")
         for name, field in known.items():
             if field.default is dataclasses.MISSING and name not in fields:
                 for given in fields:  # one that is wrong is likely why this one is missing

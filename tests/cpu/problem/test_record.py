@@ -79,7 +79,7 @@ def test_records_of_two_operations_are_never_equal() -> None:
         ("rows=7,8", "rows", "an integer from 1 to 1000"),
         ("rows=", "rows", "an integer from 1 to 1000"),
         ("rows=7 dtype=int4", "dtype", "float16 or float32"),
-        ("rows=7 block=1,2", "block", "an integer from 1 to 8, or a pair of them"),
+        ("rows=7 block=1-2", "block", "an integer from 1 to 8, or a pair of them"),
     ],
 )
 def test_bad_words_are_named_with_its_own_fields(text: str, field: str, allowed: str) -> None:
