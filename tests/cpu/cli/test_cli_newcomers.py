@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import confpred, named, worked
 
+from confpred.cli import models
+from confpred.client import transfer
 from confpred.errors import InvalidProblem, UnknownDevice
 from confpred.predict.choice import LAUNCH_MS
 from confpred.predict.predictor import Predictor
@@ -135,3 +137,14 @@ def test_a_report_is_not_silent(model_folder: Path, tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     assert any("reading" in line for line in lines)
     assert any("importances in made-up-1" in line for line in lines)
+
+
+def test_a_model_that_is_here_is_not_pulled_again(tmp_path: Path, monkeypatch) -> None:
+    """No service is needed: its list is given, and has what ships."""
+    monkeypatch.setenv("CONFPRED_MODELS_DIR", str(tmp_path / "models"))
+    (shipped,) = (m for m in models._here() if (m["device"], m["operation"]) == ("h100", "conv2d"))
+    offered = {name: shipped[name] for name in ("device", "digest", "in_use")}
+    monkeypatch.setattr(transfer, "models_at", lambda url: [offered])
+    done = worked("models", "pull", "--url", "http://127.0.0.1:1", "--device", "h100")
+    assert done.stdout == f"{shipped['folder']}: here already, and in use\n"
+    assert not (tmp_path / "models").exists()

@@ -15,6 +15,7 @@ from command_line import confpred, named, worked
 from confpred.cli import cli
 from confpred.data.suites import read_suite
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import Problem
 
 HERE = str(Path(__file__).parent)  # a folder that is no model and has none
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
@@ -43,7 +44,7 @@ def test_table_has_a_line_a_choice(model_folder):
     assert re.split("  +", head) == [
         "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
     ]  # fmt: skip
-    assert (layer, lines[6]) == (LAYER, STRIDED)
+    assert [layer, lines[6]] == [str(Problem.parse(words)) for words in (LAYER, STRIDED)]
     assert all(line.startswith("      ") and "=" in line for line in lines[1:6:2])
     lines = [head, *lines[:6:2], *lines[7:]]
     assert [line[0] for line in lines[1:5]] == ["1", "2", "3", "1"]

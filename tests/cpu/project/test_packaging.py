@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import email
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 from cpu.project.conftest import copy_sources
 
+#: Files of a checkout without which a source distribution is made in seconds: trees and rows.
+LARGE = re.compile(r"models/.*\.txt|datasets/h.*\.parquet|benchmarks/results/.*")
 LAYER = "n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8"
 
 
@@ -22,6 +26,69 @@ def run(*command: str | Path, cwd: Path) -> str:
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+@pytest.fixture(scope="module")
+def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """Return a checkout, the folder with the distributions that setuptools built in it, and what it
+    said."""
+    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    named = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    for name in run(*named, cwd=repository).splitlines():
+        if LARGE.fullmatch(name) or not (repository / name).exists():
+            continue
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).symlink_to(repository / name)
+    program = f"import setuptools.build_meta as b; b.build_sdist({str(out)!r})"
+    program += f"; b.build_wheel({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    return checkout, out, done.stdout + done.stderr
+
+
+def test_a_build_warns_of_nothing_and_leaves_nothing(built: tuple[Path, Path, str]) -> None:
+    checkout, _, said = built
+    assert "Package would be ignored" not in said
+    assert "absent from the `packages`" not in said
+    assert not (checkout / "build").exists()
+
+
+def test_a_source_distribution_is_whole(built: tuple[Path, Path, str]) -> None:
+    checkout, out, _ = built
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = (path.relative_to(checkout) for path in checkout.rglob("*.*") if path.is_file())
+    tracked = {
+        path.as_posix() for path in files if not path.parts[0].startswith((".", "confpred."))
+    }
+    assert tracked - names == set()
+    assert {"CHANGELOG.md", "docs/pytorch.md", "tests/README.md", "Makefile"} <= names
+
+
+def test_the_page_of_an_index_has_no_link_that_leads_nowhere(
+    built: tuple[Path, Path, str], repository: Path
+) -> None:
+    _, out, _ = built
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
+        found = email.message_from_bytes(archive.read(name))
+    assert found["Description-Content-Type"] == "text/markdown"
+    page = found.get_payload()
+    assert page.startswith("# confpred")
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert re.findall(r"\]\((?!https)", (repository / "README.md").read_text())
+
+
+def test_an_image_takes_what_a_wheel_is_built_from(repository: Path) -> None:
+    first, *others = [
+        line for line in (repository / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]  # fmt: skip
+    taken = {line[1:] for line in others if line.startswith("!")}
+    assert first == "*"
+    needed = {"confpred", "service", "kernels", "models", "datasets/suites"}
+    assert taken == needed | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from strategies import problems
 
 from confpred import Predictor
+from confpred.cli.models import _here
 from confpred.predict import explain
 from confpred.predict.explain import explain_layer, explain_layers
 from confpred.problem.conv2d import CHOICES, LIMITS, Problem
@@ -243,6 +244,30 @@ def test_models_are_shown_with_their_figures(client: TestClient) -> None:
     assert "always ours" not in text
 
 
+def test_the_answer_is_above_the_form(client: TestClient) -> None:
+    text = client.get("/", params=ASKED).text
+    assert text.index('<section id="answer"') < text.index('<section id="layer"')
+    assert text.index('href="#answer"') < text.index('href="#layer"')
+
+
+def test_models_of_all_operations_are_listed(client: TestClient) -> None:
+    text = client.get("/").text
+    shipped = [card["name"] for card in _here()]
+    assert len(shipped) == 6
+    rows = re.findall(r'<th scope="row">([hab][^<]*)</th>', text)
+    assert sorted(rows) == sorted(shipped)
+    for operation in ("batch_norm", "linear_chain"):
+        assert text.count(f"<td>{operation}</td>") == 2
+
+
+def test_nothing_is_cut_on_a_phone(client: TestClient) -> None:
+    """A browser looks at it in tests/browser: cells break, and the list of devices has a row."""
+    (style,) = re.findall("<style>(.*?)</style>", client.get("/").text, re.DOTALL)
+    phone = re.findall(r"@media \(max-width: 40rem\) \{ (th.*?) \}", style)
+    assert any("white-space: normal" in rule for rule in phone)
+    assert ".fields div:has(#device) { grid-column: 1 / -1; }" in style
+
+
 def test_without_models_the_page_says_so() -> None:
     with TestClient(create_app(Settings(), Predictor({}))) as client:
         reply = client.get("/", params=ASKED)
@@ -354,8 +379,8 @@ def test_a_published_model_that_does_not_answer_is_listed(tmp_path: Path, reposi
     with TestClient(create_app(Settings(exchange=str(tmp_path)), PREDICTOR)) as client:
         text = client.get("/").text
         listed = client.get("/v1/models").json()["models"]
-    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text)
-    table = {name: re.findall(r"<td[^>]*>(.*?)</td>", cells) for name, cells in rows}
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text)  # 4 of other operations
+    table = {name: re.findall(r"<td[^>]*>(.*?)</td>", cells) for name, cells in rows[:-4]}
     assert any(not model["in_use"] for model in listed)
     for model in listed:
         cells = table[model["name"]]
