@@ -30,10 +30,13 @@ from benchmarks.model.choice_tables import (
     side_by_side,
 )
 from benchmarks.networks.network_tables import OF_NETWORKS
+from confpred.families.registry import all_families
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/pytorch.md", "docs/results.md", "docs/sampling.md")
+PAGES = ("README.md", "docs/programs.md", "docs/pytorch.md", "docs/results.md", "docs/sampling.md")
 DEVICES = ("h100", "h200")
 DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
 NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or slower
@@ -87,6 +90,33 @@ def in_situ(results: Results) -> str:
         regrets.append(max(layer["regret_of_predicted"] for layer in result["layers"]))
         rows.append((device, str(len(result["layers"])), *ranks, *(f"{r:.3f}" for r in regrets)))
     return markdown(heads, rows)
+
+
+#: Kinds of layers, and words of one of each.
+_KINDS = {
+    "depthwise": "c=64 k=64 groups=64 r=3 s=3 padding=1",
+    "depthwise 13x13": "c=64 k=64 groups=64 r=13 s=13 padding=6",
+    "groups of 2 to 64": "c=64 k=64 groups=8 r=3 s=3 padding=1",
+    "wider groups": "c=256 k=256 groups=2 r=3 s=3 padding=1",
+    "dense": "c=128 k=128 r=3 s=3 padding=1",
+}
+
+
+def served() -> str:
+    """Tabulate the families that have configs for a layer, by its kind and dtype."""
+    families = [f for f in all_families().values() if f.operation.problem is Problem]
+    device, rows = get_device(DEVICES[0]), []
+    for kind, words in _KINDS.items():
+        cells = [kind]
+        for dtype in ("float16", "float32"):
+            names: dict[str, None] = {}
+            for direction in DIRECTIONS:
+                p = Problem.parse(f"n=8 h=28 w=28 direction={direction} dtype={dtype} {words}")
+                found = [f.name for f in families if f.legal(p, device).any()]
+                names |= dict.fromkeys(name.removesuffix(f"_{direction}") for name in found)
+            cells.append(", ".join(sorted(names)))
+        rows.append(cells)
+    return markdown(columns("2-d layer | float16, bfloat16 | float32"), rows)
 
 
 def service(result: dict[str, Any]) -> str:
@@ -240,6 +270,7 @@ def _of_runs(*found: dict[str, Any] | None) -> str:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     {
         "service": (("service_latency.json",), service),
+        "served": ((), served),
         "fleet": (("fleet.json",), fleet),
         "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
         "torch": (_versions(), pytorch_versions),
@@ -272,7 +303,8 @@ def filled(text: str, results: Path = RESULTS) -> str:
     def table(match: re.Match[str]) -> str:
         files, make = TABLES[match[2]]
         contents = [_content(results / file) for file in files]
-        made = "" if all(content is None for content in contents) else make(*contents)
+        is_missing = bool(files) and all(content is None for content in contents)
+        made = "" if is_missing else make(*contents)
         return match[1] + made + match[3]
 
     return _MARKED.sub(table, text)

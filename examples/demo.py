@@ -67,13 +67,14 @@ def main() -> None:
         device = gpu()
         if device is not None:
             sample(folder / "measurements")
-            lines += [launch(device), time_network()]
+            lines += [launch(device), *time_network()]
         else:
             lines += ["GPU        none that confpred knows here: nothing was sampled or launched"]
+            lines += [optimize_here()]
     heading(f"{SUMMARY}: {time.monotonic() - began:.0f} s; regret is time / time of the fastest")
     next_steps = (
-        "Next: README.md, 'Use it'. In PyTorch: confpred.optimize(model.eval(), images)",
-        "      Your own GPU: confpred retrain --help     Without a GPU: confpred predict --help",
+        "Next: confpred.explain(model, images) of a network of yours, then optimize and status",
+        "      (docs/programs.md), and on a GPU: confpred benchmark FILE.py:FUNCTION",
     )
     for line in (*lines, *next_steps):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -286,7 +287,28 @@ def library_call(p: Problem, tensors: Mapping[str, Any]) -> Any:
     )
 
 
-def time_network() -> str:
+def optimize_here() -> str:
+    """Optimize a small network without a GPU, and say what that does."""
+    import torch
+
+    from confpred import optimize
+
+    heading("5. Optimize a network, and ask whether it is on")
+    model, images = network().eval(), torch.randn(1, 3, 64, 64)
+    with torch.inference_mode():
+        optimize(model)(images)
+    return show_status(model)
+
+
+def show_status(model: Any) -> str:
+    from confpred import status
+
+    console.print("$ python: confpred.status(model)", highlight=False)
+    console.print(str(status(model)), highlight=False, markup=False, soft_wrap=True)
+    return f"Status     {status(model).short}"
+
+
+def time_network() -> tuple[str, str]:
     """Time a small network in inference, before and after `confpred.optimize`."""
     import torch
 
@@ -304,10 +326,11 @@ def time_network() -> str:
     found, after = forward(model, images)
     console.print(f"after:  {after:.3f} ms")
     error = torch.linalg.norm((found - expected).float()) / torch.linalg.norm(expected.float())
-    return (
+    line = (
         f"Optimized  a small ResNeXt: {before:.2f} -> {after:.2f} ms a forward, "
         f"{before / after:.2f}x (difference {error.item():.0e})"
     )
+    return line, show_status(model)
 
 
 def network() -> Any:

@@ -103,13 +103,16 @@ def check(told: Told) -> None:
         "measured, ms",
         "200 OK",
         "No CUDA device here",
+        "$ python: confpred.status(model)",
     ):
         assert part in said
     summary = summary_of(told)
     assert len(summary) <= 10
     assert max(map(len, summary[1:])) <= 100
-    first = [line.split()[0] for line in summary[1:7]]
-    assert first == ["Retrained", "Judged", "Predicted", "Asked", "GPU", "Next:"]
+    first = [line.split()[0] for line in summary[1:8]]
+    assert first == ["Retrained", "Judged", "Predicted", "Asked", "GPU", "Status", "Next:"]
+    assert "not on a GPU, so confpred changes nothing" in summary[6]
+    assert "confpred benchmark" in summary[-1]
 
 
 @pytest.mark.timeout(600)
