@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the page of a package index, and where a build puts its files."""
+"""Settings that pyproject.toml cannot hold: the page of a package index, and where a build puts its files."""
 
 import re
 import tempfile

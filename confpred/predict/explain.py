@@ -64,8 +64,7 @@ class LayerExplanation:
         choices: the choice, and after it the runners-up.
         roofline: what no kernel can beat.
         pytorch_ms: expected time of PyTorch's own operator; None where nothing predicts it.
-        comparisons: the choice beside the next best config of its family, and beside a middling
-            one; empty where no model has learned of the family.
+        comparisons: the choice beside the next best config of its family, and a middling one.
         model: version of the model that was asked, or None.
         nearest: the measured layers that this one is most like; empty without a model.
     """
@@ -187,7 +186,6 @@ _SOURCES: Mapping[str, str] = {
     "heuristic": "by the families' own estimates, as no model knows them on this device",
     "fallback": "as no kernel of ours is legal",
 }
-_PREDICTED = ("predicted", "transferred")
 #: Features shown of each cause in a comparison; the JSON form has all.
 FEATURES_SHOWN = 6
 
@@ -231,10 +229,7 @@ def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
         slow = f"at most {choice.regret_bound:.3f} times as slow as the best config"
         yield "bound", f"with 95 % confidence {slow}"
     elif choice.extrapolated:
-        yield (
-            "bound",
-            "none: unlike all layers that the model has learned from, so it may be far off",
-        )
+        yield "bound", "none: unlike all layers that the model has learned from"
     elif choice.is_guess:
         yield "bound", "none, with no confidence: nothing was calibrated for this device"
     share = explanation.roofline_share
@@ -253,7 +248,7 @@ def _pytorch(explanation: LayerExplanation) -> str:
     text = f"its operator is expected to take {theirs:.4f} ms"
     if choice.provider == PYTORCH:
         times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
-        if times and choice.source in _PREDICTED:
+        if times and choice.source in ("predicted", "transferred"):
             erred = "be the slower one, by what the ratio's prediction has erred"
             text += f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may {erred}"
     elif choice.predicted_ms:
@@ -310,9 +305,8 @@ def _aligned(table: Table) -> Iterator[str]:
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
-#: Themes of features, by patterns of their names; the first that matches counts. A family's own
-#: config fields come before these, and what no pattern names after them. The exact shares of g
-#: groups take 2^g predictions, so there are to be few.
+#: Themes of features, by patterns of their names; the first that matches counts. Config fields come
+#: before these. The exact shares of g groups take 2^g predictions, so there are to be few.
 THEMES = {
     "occupancy": r"(blocks|warps)_per_sm|registers|smem_bytes|(block_)?threads|bytes_in_flight",
     "waves": r"waves|wave_waste|log_blocks.*|rounds|round_waste|steps|.*at_once",

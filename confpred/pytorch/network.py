@@ -124,7 +124,7 @@ def _check(model: object) -> None:
 
 
 class _Optimized:
-    """What runs `model` by a captured function, where Dynamo alone would not.
+    """A model's calls by a captured function, where Dynamo alone would not capture.
 
     No guard sees other classes of modules (before PyTorch 2.13), other methods of a class, and
     hooks for all modules: then `capture` is called again. A captured function refuses to run while

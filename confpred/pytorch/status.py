@@ -22,14 +22,14 @@ from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import loading
 
 log = logging.getLogger("confpred")
-NO_GPU = "its tensors are not on a GPU, so confpred changes nothing"
+NO_GPU = "not on a GPU, so confpred changes nothing"
 LEVELS = ("info", "debug")
 _NAMED = 3  # layers of a reason that are named
 
 
 @dataclass(eq=False)
 class Calls:
-    """What happened in the calls of an optimized model.
+    """History of the calls of an optimized model.
 
     Attributes:
         made: how many there were.
@@ -240,7 +240,7 @@ class Status:
                 f"{len(names)} {reason}: {_some(names)}" for reason, names in self.left.items()
             ),
             "replay": self.replay,
-            "others": self.compilers,
+            "compiler": self.compilers,
             "seconds": [f"{self.seconds:.1f} in calls that captured"] if self.captures else (),
             "note": self.remarks,
         }

@@ -1,4 +1,4 @@
-"""What a newcomer types: names that PyTorch has, slips of the pen, and narrow terminals."""
+"""Words of newcomers: names that PyTorch has, slips of the pen, and narrow terminals."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ print(json.dumps(create_app(Settings()).openapi()["components"]["schemas"]["Choi
 def test_a_device_is_answered_for_at_once(copy: Path) -> None:
     (tested_and_predicted,) = walk("a device", copy)
     assert re.search(r"\d+ passed", tested_and_predicted)
-    assert re.search(r"groups=16 +1 +transferred +(grouped_fprop|pytorch)", tested_and_predicted)
+    assert re.search(r"groups=16\n1 +transferred +(grouped_fprop|pytorch)", tested_and_predicted)
 
 
 def digests(copy: Path) -> str:

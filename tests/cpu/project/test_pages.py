@@ -19,6 +19,7 @@ from confpred.predict import explain
 from confpred.predict.plan import read_plan
 from confpred.problem.conv2d import Problem
 from confpred.products import epilogue, im2col, strassen
+from confpred.pytorch import status
 from confpred.pytorch.backend import Options
 from confpred.pytorch.eager import LEAST_MS
 from confpred.pytorch.run.graphs import MOST_GRAPHS
@@ -29,6 +30,7 @@ MARKS = {
     "explaining": {"run", "run: report"},
     "plans": {"run", "run: gpu", "run: kernels", "file: mine.json"},
     "products": {"", "run: chain"},
+    "programs": {"run: three"},
     "pytorch": {"run: optimize", "run: enabled", "run: gpu"},
 }
 PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in MARKS}
@@ -201,11 +203,17 @@ def test_a_network_is_explained_and_optimized(printed: Callable[..., str]) -> No
     more = "print(model[0].weight.grad.norm() > 0, model._compiled_call_impl)"
     *table, shape, last = printed("pytorch", "run: optimize", more).splitlines()
     assert (shape, last) == ("8 128 56 56", "tensor(True) None")
-    assert table[0].startswith("One step on h100, captured in 1 part: ")
+    assert table[0].startswith("One step of inference on h100, captured in 1 part: ")
     assert all(len(line) <= 120 for line in table)
-    depthwise, dense = table[-2:]
+    depthwise, dense = (line for line in table if " fprop " in line)
     assert "depthwise_fp" in depthwise
     assert "1x1 -> 128" in dense
+
+
+def test_three_commands_tell_of_a_network(printed: Callable[..., str]) -> None:
+    told = printed("programs", "run: three")
+    for words in ("An H100 is assumed", "channels_last", "captured once", status.NO_GPU):
+        assert words in told
 
 
 def test_a_layer_trains_while_enabled_and_pytorch_is_whole_again(
