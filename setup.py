@@ -1,4 +1,4 @@
-"""Settings that pyproject.toml cannot hold: the page of a package index, and where a build puts its files."""
+"""Settings that pyproject.toml cannot hold: an index's page, and where a build puts its files."""
 
 import re
 import tempfile

@@ -67,8 +67,8 @@ def _settings_in(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML (JSON is .json)"
-        raise DataError(f"{path} is not {kind}: {error}") from error
+        form = "JSON" if path.suffix == ".json" else "TOML (JSON is .json)"
+        raise DataError(f"{path} is not {form}: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is not an object of settings")
     defaults = {field.name: field.default for field in fields(Settings)}
