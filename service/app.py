@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.errors import InvalidInput
 from confpred.model.card import CARD, SIGNATURE, Card, read_card
 from confpred.predict.predictor import Predictor

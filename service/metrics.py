@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client import metrics_core as core
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.model.folder import Model
 
 #: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.

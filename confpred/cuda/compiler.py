@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.concurrency import uninterrupted
 from confpred.cuda.cache import KernelCache, default_folder, entry_name, sealed, unsealed
 from confpred.errors import CompileError, DataError, InvalidInput, MissingExtra

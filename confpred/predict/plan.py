@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.errors import DataError, InvalidInput, nearest, placed
 from confpred.families import registry
 from confpred.families.kernel_text import identity_of

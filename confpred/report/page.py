@@ -15,7 +15,7 @@ import pyarrow as pa
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.data.parquet import operation_of_file, read
 from confpred.errors import DataError
 from confpred.files import write_whole

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.cuda.compiler import nvrtc_version
 from confpred.cuda.driver import describe, device_count, device_of
 from confpred.data.measurements import Measurement, Run

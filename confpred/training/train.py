@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-from confpred import __version__
+from confpred._version import __version__
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families

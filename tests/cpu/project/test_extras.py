@@ -52,7 +52,7 @@ def installed(repository: Path, tmp_path: Path) -> Path:
     """Return a folder with the modules that tell of extras, as a wheel leaves them, and their
     metadata."""
     (tmp_path / "confpred").mkdir()
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "_version.py", "errors.py"):
         shutil.copy(repository / "confpred" / name, tmp_path / "confpred")
     told = tmp_path / "confpred-1.dist-info"
     told.mkdir()
