@@ -248,7 +248,7 @@ def _remarks(step: Step, rows: Sequence[Row], device: Device) -> Iterator[str]:
         yield f"confpred has no model of the {device.key}, so PyTorch's operators stay, fused."
     if step.gain < 0.995 or step.launches_after > step.launches_before:
         names = ", ".join(f"{count} {name}" for name, count in step.added.items())
-        slower = "It is slower: leave this network as it is. " if step.gain < 0.995 else ""
+        slower = "As it is, it gets slower. " if step.gain < 0.995 else ""
         yield f"{slower}Rewriting adds {names or 'nothing'}: {_ADDED}."
     plans = [row for row in rows if row.provider == "cudnn"]
     if plans and find_spec("cudnn") is None:

@@ -183,9 +183,7 @@ class Recording:
         return results
 
 
-def graphed(
-    gm: fx.GraphModule, plain: Run, *, kind: str, reasons: set[str], **arguments: Any
-) -> Run:
+def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
     those of `Graphed`."""
     reason = why_not(gm)
@@ -193,9 +191,9 @@ def graphed(
         reason = "it writes to an input that is no parameter or buffer"
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
-        reasons.add(f"as {reason}")
+        arguments["reasons"].add(f"as {reason}")
         return plain
-    return Graphed(plain, kind=kind, reasons=reasons, **arguments)
+    return Graphed(plain, kind=kind, **arguments)
 
 
 def why_not(gm: fx.GraphModule) -> str | None:
@@ -356,8 +354,7 @@ class Graphed:
                 held.clear()
                 self._describe(recording, inputs, list(self._plain(given)), places)
         except Exception as error:
-            reason = f"as it cannot be recorded: {first_line(error)}"
-            return Recording(None, switches, reason)
+            return Recording(None, switches, f"as it cannot be recorded: {first_line(error)}")
         self._memory.graphs.add(graph)
         return recording
 
@@ -475,8 +472,7 @@ def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
 
 
 def _mend(graph: Any, pool: Any, device: int) -> None:
-    """End a recording that failed: PyTorch itself leaves its allocator in the pool, and its random
-    numbers in the graph."""
+    """End a failed recording, whose allocator and random numbers PyTorch leaves in the graph."""
     try:
         _end(graph)
     except Exception:
