@@ -97,7 +97,7 @@ def test_a_kernel_that_cannot_be_had_is_not_said_to_run(captured, monkeypatch) -
     confpred.optimize(model)(image())
     (capture,) = status._captures_of(model, model._compiled_call_impl.calls)
     first, second = capture.sites
-    monkeypatch.setattr(choosing, "_kept", dict(choosing._kept))
+    monkeypatch.setattr(choosing, "_kept", dict(choosing._kept))  # others keep theirs
     assert not loading.was_refused(first.choice, 0, UNLIMITED)
     launch = ("launch", loading.Assignment.of(first.choice), 0, choosing.limits_for(
         first.problem, UNLIMITED))  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_forward_that_is_not_captured_says_so() -> None:
 @torch.no_grad()
 def test_a_graph_that_cannot_be_made_says_why(captured, monkeypatch) -> None:
     """CUDA graphs need a GPU: what decides about them is asked here, and finds the CPU."""
-    monkeypatch.setattr(backend, "graphed", graphs.graphed)
+    monkeypatch.setattr(backend, "graphed", graphs.graphed)  # the real one
     model, x = net(), image()
     confpred.optimize(model)(x)
     assert confpred.status(model).replay == ("inference: no CUDA graph as it uses cpu",)
