@@ -14,6 +14,9 @@ from pages import inputs_of
 from confpred.families.protocol import Candidate
 from confpred.families.registry import config_words
 from confpred.model.folder import load_model
+from confpred.predict.explain import explain_layer
+from confpred.problem.conv2d import Problem
+from confpred.report import charts
 from confpred.report.judged import importances, noise_by_family, noise_by_time, worst_layers
 from confpred.report.page import WORST, Inputs, page
 
@@ -181,3 +184,12 @@ def test_noise_is_the_relative_spread(inputs):
     assert sum(n.configs for n in by_time) == family.configs
     times = np.concatenate([t.time_ms for t in timings])
     assert by_time[0].configs == (times <= float(by_time[0].name.split()[-2])).sum()
+
+
+def test_a_tiny_layers_marks_are_inside_the_plot() -> None:
+    problem = Problem.parse("n=1 c=2 h=3 w=3 k=2 r=1 s=1 groups=2")
+    axes = charts._figure(explain_layer(problem, "h100")).axes[-1]
+    low, high = axes.get_ylim()
+    marks = [line.get_ydata()[0] for line in axes.lines if line.get_marker() in "os"]
+    assert len(marks) == 2
+    assert all(low < mark < high for mark in marks)
