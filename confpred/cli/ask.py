@@ -201,7 +201,7 @@ def explain(
         raise click.UsageError(f"--plot shows one layer; {len(problems)} were given")
     check_files({"plot": plot}, force=force, inputs=[network, model, plan])
     if plot is not None:
-        if plot.suffix.lower() not in (".png", ".svg"):
+        if plot.suffix.lower() not in ("", ".png", ".svg"):
             raise InvalidInput("plot", str(plot), "a name that ends in .png or .svg")
         if not plot.parent.is_dir():
             raise InvalidInput(

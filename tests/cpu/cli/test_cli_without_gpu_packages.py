@@ -59,7 +59,7 @@ def test_other_commands_need_no_gpu_package(
     assert done.returncode == 0, done.stderr
     progress = [line.startswith("[") for line in done.stderr.splitlines()]
     assert all(progress)
-    assert bool(progress) == (command in ("train", "evaluate"))
+    assert bool(progress) == (command in ("train", "evaluate", "report"))
 
 
 def test_sample_names_its_extra(repository: Path, tmp_path: Path) -> None:
