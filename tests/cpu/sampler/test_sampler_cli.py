@@ -112,7 +112,7 @@ def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, ta
     of_pandas = pa.schema(zip(table.schema.names, large, strict=True), {"pandas": "{}"})
     pq.write_table(table.cast(of_pandas), shard)
     done = confpred("merge", shards, out)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"{shard} lacks the metadata 'operation'" in done.stderr
     assert "confpred merge --operation conv2d" in done.stderr
     done = confpred("merge", "--operation", "conv", shards, out)

@@ -115,4 +115,4 @@ def test_a_bad_option_is_a_usage_error_and_an_empty_folder_is_not(tmp_path: Path
         done = CliRunner().invoke(cli, ["serve", name, value])
         assert (done.exit_code, name in done.output) == (2, True)
     code, said = refused("--port", "0", "--model", str(tmp_path))
-    assert (code, f"confpred: {tmp_path}" in said) == (1, True)
+    assert (code, f"confpred: {tmp_path}" in said) == (2, True)

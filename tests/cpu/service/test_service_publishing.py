@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -42,7 +43,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterat
     """Run a server that has no model for the H100, and is sent measurements of one."""
     folder = tmp_path_factory.mktemp("publishing")
     (folder / "models").mkdir()
-    shutil.copytree(repository / "models" / "h200-2026.11.25", folder / "models" / "h200-1")
+    own = folder / "models" / "h200-1"
+    shutil.copytree(repository / "models" / "h200-2026.11.25", own)
+    text = (own / "card.json").read_text()  # another one than ships, and newer
+    created = datetime.fromisoformat(json.loads(text)["created"]) + timedelta(seconds=1)
+    (own / "card.json").write_text(json.dumps(json.loads(text) | {"created": created.isoformat()}))
     options = ("--model", str(folder / "models"), "--exchange", str(folder / "exchange"))
     with running(folder, *options) as made:
         yield made
@@ -249,10 +254,10 @@ def test_a_signature_says_whom_a_model_is_from(
     (tmp_path / "signers").write_text(f"operator@example.com {public}")
     signed_by = ("--signed-by", str(tmp_path / "signers"))
     code, said = refused("--model", str(own.parent), *signed_by)
-    assert (code, "is not signed" in said) == (1, True)
+    assert (code, "is not signed" in said) == (2, True)
     signed(own, tmp_path / "somebody")
     code, said = refused("--model", str(own.parent), *signed_by)
-    assert (code, "is not signed by one of" in said) == (1, True)
+    assert (code, "is not signed by one of" in said) == (2, True)
     (own / "card.json.sig").unlink()
     signed(own, tmp_path / "operator")
     with running(tmp_path, "--model", str(own.parent), *signed_by) as server:
