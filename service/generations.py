@@ -33,7 +33,7 @@ import numpy as np
 
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.files import write_folder
+from confpred.files import raising, write_folder
 from confpred.model.card import CARD, Card, read_card, read_files, refusing, signed_by
 from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
@@ -143,11 +143,8 @@ def publish(settings: Settings, home: Path) -> Path:
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     plan = None
     if settings.plan is not None:
-        try:
+        with raising(DataError, f"read {settings.plan}"):
             plan = files[PLAN] = plan_file(Path(settings.plan)).read_bytes()
-        except OSError as error:
-            reason = error.strerror or error
-            raise DataError(f"cannot read {settings.plan}: {reason}") from error
     published = home / digest_of(known, plan)
     if not published.exists():
         for path, read in models.values():

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from confpred.errors import ConfpredError, InvalidInput
+from confpred.files import raising
 
 from . import Settings, generations, logs, tokens
 from .child import Child, Fields, keep, show_life, tell_systemd
@@ -100,10 +101,8 @@ def _listener(settings: Settings) -> socket.socket:
 @contextlib.contextmanager
 def _home() -> Iterator[Path]:
     """Make a folder that the processes of this server share; remove it when it ends."""
-    try:
+    with raising(ConfpredError, "make a temporary folder"):
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
     with made as name:
         lock = os.open(name, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_SH)  # who tidies up /tmp leaves a folder that is locked

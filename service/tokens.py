@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from confpred.errors import DataError, InvalidInput, StorageError
-from confpred.files import read_json, write_whole
+from confpred.files import raising, read_json, write_whole
 
 FORMAT = "confpred-tokens/1"
 #: Purpose of a token: to ask, to send measurements too, or to manage the server too.
@@ -62,11 +62,9 @@ def alone(path: Path) -> Iterator[None]:
     """Wait until no other process is in such a block for the file at `path`, to read it, change it
     and write it. The lock is on its folder, as the file itself is replaced. It is made if there is
     none, or a StorageError raised."""
-    try:
+    with raising(StorageError, f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

@@ -68,19 +68,15 @@ class Family(Protocol):
 
     def legal(self, problem: Any, device: Device) -> Mask:
         """Which rows of `configs` compute `problem` correctly on `device`; all False if none."""
-        ...
 
     def estimate_s(self, problem: Any, device: Device, rows: Rows) -> Floats:
         """Seconds that an analytic model expects of each row; used where no model is trained."""
-        ...
 
     def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
         """Return the ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
-        ...
 
     def launch(self, problem: Any, row: int) -> Launch:
         """How config `row` computes `problem`: kernels, grids, arguments, workspace."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +97,6 @@ class Batched(Protocol):
 
     def serves(self, problem: Any) -> bool:
         """Whether some config may compute one problem, as far as that depends on no config."""
-        ...
 
     def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:
         """Which rows of `table`, counted from 0, compute a problem that the family `serves`.
@@ -110,14 +105,12 @@ class Batched(Protocol):
             The problem, or where they are several the problem of each pair; the rows, rising for
             each problem; and what was worked out of them for `described`.
         """
-        ...
 
     def described(
         self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
         """Return the features of what `offered` returned, as formulas give them: a column of
         ``features`` is a row here, ``(len(feature_names), rows)``."""
-        ...
 
 
 @runtime_checkable
@@ -134,7 +127,6 @@ class LibraryFamily(Protocol):
         Raises:
             MissingExtra: it is not installed.
         """
-        ...
 
 
 @runtime_checkable
@@ -167,7 +159,6 @@ class Bounded(Protocol):
 
     def allowed(self, problem: Any, rows: Rows, limits: Limits) -> Mask:
         """Return a mask over `rows`, which are legal for `problem`."""
-        ...
 
 
 def is_free(family: Family) -> bool:

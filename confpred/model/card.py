@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.files import parse_json
+from confpred.files import parse_json, raising
 from confpred.model.trees import Trees
 
 CARD, FORMAT = "card.json", "confpred-model/5"
@@ -260,10 +260,8 @@ def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
+    with raising(ModelError, f"read {path}"):
         return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def checked_file(folder: Path, card: Card, name: str) -> bytes:

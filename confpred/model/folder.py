@@ -36,7 +36,7 @@ from typing import TypeVar
 import numpy as np
 
 import confpred.models
-from confpred.concurrency import uninterrupted
+from confpred.concurrency import Later, uninterrupted
 from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
@@ -327,29 +327,6 @@ class _Families(_Loaded[FamilyModel]):
         return found
 
 
-class _Measured(Mapping[str, Best]):
-    """The best measured config of each problem, by the problem's words; parsed at the first
-    question."""
-
-    def __init__(self, folder: Path, card: Card) -> None:
-        self._parse = partial(_measured, folder, card)
-        self._best: dict[str, Best] | None = None
-
-    def __getitem__(self, words: str) -> Best:
-        return self._parsed()[words]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parsed())
-
-    def __len__(self) -> int:
-        return len(self._parsed())
-
-    def _parsed(self) -> dict[str, Best]:
-        if self._best is None:
-            self._best = self._parse()  # two threads may do so at once, and find the same
-        return self._best
-
-
 def _load(folder: Path, card: Card, digest: str) -> Model:
     operation, device = operation_named(card.operation), _device(card)
     families = _Families(folder, card, operation, device)
@@ -378,7 +355,7 @@ def _load(folder: Path, card: Card, digest: str) -> Model:
         families=families,
         gate=gate,
         pytorch=pytorch,
-        measured=_Measured(folder, card),
+        measured=Later(partial(_measured, folder, card)),
         bounds=_bounds(folder, card, operation),
         card=card,
     )

@@ -20,13 +20,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from confpred.concurrency import Later
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
 from confpred.files import read_json, user_folder, write_whole
 from confpred.problem.record import Record
@@ -107,21 +108,8 @@ def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
     return MappingProxyType(devices), keys
 
 
-class _Known(Mapping[str, Device]):
-    """The table's devices by key, read at first use."""
-
-    def __getitem__(self, key: str) -> Device:
-        return _table()[0][key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_table()[0])
-
-    def __len__(self) -> int:
-        return len(_table()[0])
-
-
 #: The GPU models that confpred knows by name, by key: those of ``devices.json``.
-KNOWN: Mapping[str, Device] = _Known()
+KNOWN: Mapping[str, Device] = Later(lambda: _table()[0])
 _introduced: dict[str, Device] = {}
 
 

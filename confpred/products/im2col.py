@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_of
 from confpred.families.common import MAX_INT
 from confpred.families.protocol import Rows
-from confpred.families.table import config_columns, config_table
+from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
-from confpred.products import LAUNCH_S, TF32_OVER_HALF, ProductFamily
+from confpred.products import LAUNCH_S, TF32_OVER_HALF
 
 #: As a number of samples: all of them.
 ALL = 0
@@ -59,7 +59,7 @@ def _rows_of(problem: Problem) -> _Rows:
     return _Rows(p.p * p.q, p.c * p.r * p.s, plain)
 
 
-class Im2col(ProductFamily):
+class Im2col(Described):
     """See the module."""
 
     name = "im2col"

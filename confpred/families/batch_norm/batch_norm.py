@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from itertools import product
 from typing import Any
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Floats, Mask, Rows
-from confpred.families.table import config_columns, config_table
+from confpred.families.protocol import Array, Mask, Rows
+from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
@@ -42,7 +42,7 @@ _STATISTICS = (
 )  # fmt: skip
 
 
-class _Passes(ABC):
+class _Passes(Described):
     """Base of both families of a direction.
 
     Attributes:
@@ -100,9 +100,6 @@ class _Passes(ABC):
         )
         return legal & (problem.direction == self.direction)
 
-    @abstractmethod
-    def legal(self, problem: BatchNorm, device: Device) -> Mask: ...
-
     def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread of the launch that has more of them."""
         accesses = (1 + problem.is_backward + problem.residual) * t["unroll"] * t["vector_bytes"]
@@ -116,21 +113,6 @@ class _Passes(ABC):
     def _smem_bytes(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         kept = self._kept(problem, t) * _step_bytes(problem, t)
         return t["sum_bytes"] + kept
-
-    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> Floats:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float32]:
-        own = BATCH_NORM.features(problem, device)[0]
-        known = {
-            **dict(zip(BATCH_NORM.feature_names, own, strict=True)),
-            **self._derived(problem, device, rows),
-        }
-        known["log_estimate"] = np.log2(known["estimate"] / device.roofline_s(problem))
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, name in enumerate(self.feature_names):
-            matrix[:, index] = known[name]
-        return matrix
 
     def _derived(self, problem: BatchNorm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
         """Return features by name, and ``estimate`` in seconds: what crosses device memory, less
@@ -170,9 +152,6 @@ class _Passes(ABC):
     @abstractmethod
     def _fixed_s(self, problem: BatchNorm) -> float:
         """Return the seconds that no config avoids."""
-
-    @abstractmethod
-    def launch(self, problem: BatchNorm, row: int) -> Launch: ...
 
     def _one(self, problem: BatchNorm, row: int) -> dict[str, int]:
         """Return the layout of one config, as numbers."""
