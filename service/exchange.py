@@ -24,14 +24,11 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from confpred.errors import InvalidInput, StorageError
 
@@ -403,12 +400,12 @@ async def take(
     settings: Settings,
     key: str,
     announced: bytes,
-    receive: Receive,
+    body: AsyncIterator[bytes],
     token: str,
     threads: Executor,
 ) -> Submission:
-    """Stream the body of a request to the disk, and keep it as the upload `key`; its length may be
-    `announced`.
+    """Stream the `body` of a request to the disk, and keep it as the upload `key`; its length may
+    be `announced`.
 
     Raises:
         RequestError: 413 for a longer body, 429 beyond the quota of `token`, 507 for a full disk.
@@ -420,15 +417,11 @@ async def take(
     try:
         size = int(announced[:20]) if announced.isdigit() else 0
         arriving = await loop.run_in_executor(threads, _Arriving, exchange, settings, token, size)
-        pieces, held, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            pieces.append(message.get("body", b""))
-            held += len(pieces[-1])
-            more = message.get("more_body", False)
-            if held >= _PIECE and more:
+        pieces, held = [], 0
+        async for piece in body:
+            pieces.append(piece)
+            held += len(piece)
+            if held >= _PIECE:
                 await loop.run_in_executor(threads, arriving.write, b"".join(pieces))
                 pieces, held = [], 0
         return await loop.run_in_executor(threads, arriving.end, b"".join(pieces), key)

@@ -45,13 +45,13 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
         with Lease(folder, run_id) as lease:
             yield Store(folder, run_id, operation, lease)
         return
-    try:
-        with raising(StorageError, f"use {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / ".lock")
+    with raising(StorageError, f"use {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        try:
             lock.acquire(timeout=0)
-    except Timeout:
-        raise FolderBusy(f"another sampler is writing to {folder}") from None
+        except Timeout:
+            raise FolderBusy(f"another sampler is writing to {folder}") from None
     try:
         for stale in folder.glob(".rows-*.tmp"):  # left by a sampler that was killed while writing
             stale.unlink(missing_ok=True)
