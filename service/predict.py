@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -250,7 +251,8 @@ class Predict:
             if reply is not None:
                 self._metrics.answered("answers", reply.sources)
                 return reply
-        steps = working(predictor, memory, self._settings, body, asked, self._worked_out)
+        count = partial(self._metrics.add, 1, "confpred_worked_out_problems")
+        steps = working(predictor, memory, self._settings, body, asked, count)
         estimate = len(asked.problems) if asked else len(body) // 1024
         reply = await self.work(steps, scope, receive, estimate)
         if reply is not None:
@@ -285,9 +287,6 @@ class Predict:
             raise RequestError(429, code, message, headers=headers) from None
         finally:
             gone.cancel()
-
-    def _worked_out(self) -> None:
-        self._metrics.add(1, "confpred_worked_out_problems")
 
     def _deadline_s(self, scope: Scope) -> float:
         """Return the server's deadline, or the client's own if that is shorter."""
