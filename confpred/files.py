@@ -50,6 +50,12 @@ def write_whole(
             os.chmod(temporary, mode)
 
 
+def write_json(path: Path, content: Mapping[str, Any], **how: Any) -> None:
+    """Write `content` as `write_whole` does, as JSON with a line a value: versions compare well."""
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()), **how)
+
+
 def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
     """Make the folder `path` with `files`, whole or not at all, by names such as ``"kernels/0a"``.
 

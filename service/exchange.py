@@ -82,9 +82,8 @@ class Exchange:
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            how: dict[str, Any] = {"timeout": 30, "isolation_level": None}
-            file, how["check_same_thread"] = folder / "exchange.sqlite", False
-            self._db: sqlite3.Connection = sqlite3.connect(file, **how)
+            file = folder / "exchange.sqlite"
+            self._db = sqlite3.connect(file, 30, isolation_level=None, check_same_thread=False)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error

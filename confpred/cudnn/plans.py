@@ -28,7 +28,7 @@ from typing import Any
 from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cudnn.table import config_of, release_of, release_text
-from confpred.errors import LaunchError, MissingExtra
+from confpred.errors import LaunchError, MissingExtra, first_line
 from confpred.problem.conv2d import CONVOLUTION, PAIRS, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH, Operand, Plan
@@ -265,7 +265,8 @@ class Graph:
             modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
             self.graph.create_execution_plans(modes)
         except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
-            raise LaunchError(f"cuDNN has no plan for {problem}: {_first_line(error)}") from error
+            reason = first_line(error)[:200]
+            raise LaunchError(f"cuDNN has no plan for {problem}: {reason}") from error
         count = self.graph.get_execution_plan_count()
         self.names: list[str] = [self.graph.get_plan_name_at_index(i) for i in range(count)]
         self._places: dict[frozenset[tuple[str, int]], int] = {}
@@ -377,7 +378,3 @@ def _properties(device: Device) -> Any:
         "supportCoopLaunch": 1,
     }
     return front_end().create_device_properties(json.dumps(described))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

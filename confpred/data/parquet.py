@@ -43,12 +43,7 @@ _ADDED = ("cudnn", "cudnn_mode")
 
 def schema(operation: Operation) -> pa.Schema:
     """Names and types of the columns, in the order of `Measurement.to_row`."""
-    kinds: dict[str, str] = {}
-    for field in dataclasses.fields(operation.problem):
-        if field.name in operation.problem.PAIRS:
-            kinds |= {f"{field.name}_{axis}": "int" for axis in "hw"}
-        else:
-            kinds[field.name] = str(field.type)
+    kinds = {**operation.problem.column_types()}
     kinds |= dict.fromkeys(("networks", "family", "config"), "str") | OWN_COLUMNS
     kinds |= {field.name: str(field.type) for field in dataclasses.fields(Run)}
     columns = [(name, _NUMBERS.get(kind, pa.string())) for name, kind in kinds.items()]
@@ -57,8 +52,7 @@ def schema(operation: Operation) -> pa.Schema:
 
 def problem_columns(operation: Operation) -> list[str]:
     """Names of the columns that identify a problem."""
-    names: list[str] = schema(operation).names
-    return names[: names.index("networks")]
+    return list(operation.problem.column_types())
 
 
 #: File of this machine, or of an object store.

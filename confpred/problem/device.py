@@ -15,7 +15,6 @@ its rates take a moment to measure (`confpred.cuda.discovery`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 from confpred.concurrency import Later
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
-from confpred.files import read_json, user_folder, write_whole
+from confpred.files import read_json, user_folder, write_json
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -211,10 +210,8 @@ def remember(driver: str, board: Mapping[str, Any]) -> None:
     """Keep a driver's description of the device with the fields `board`. If the folder cannot be
     written, the next process measures again."""
     content = {"format": FORMAT, "driver": driver, "board": dict(board)}
-    text = json.dumps(content, indent=1) + "\n"
-    path = remembered_folder() / f"{board['key']}.json"
     try:
-        write_whole(path, lambda file: file.write(text.encode()), private=True)
+        write_json(remembered_folder() / f"{board['key']}.json", content, private=True)
     except StorageError as error:
         log.warning("the description of %s is not kept: %s", board["key"], error)
 
