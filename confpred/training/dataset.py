@@ -134,8 +134,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     files = data_files(paths)
     operation = operation_of_file(files[0])
     read = read_checked(files, operation)
-    table = read.table
-    found = sorted(pc.unique(table["device"]).to_pylist())
+    found = sorted(pc.unique(read.table["device"]).to_pylist())
     if device is not None:
         wanted = get_device(device).key
         if wanted not in found:
@@ -359,10 +358,9 @@ def across_sittings(files: Sequence[Path], operation: Operation, device: str) ->
     wanted = [*keys, "run_id", "device", "status", "time_ms"]
     table = pa.concat_tables(read(file, operation, wanted) for file in files)
     table = table.filter((pc.field("device") == device) & (pc.field("status") == "ok"))
-    times: dict[tuple[object, ...], dict[str, list[float]]] = {}
+    times: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in table.to_pylist():
-        of_config = times.setdefault(tuple(row[key] for key in keys), {})
-        of_config.setdefault(row["run_id"], []).append(row["time_ms"])
+        times[tuple(row[key] for key in keys)][row["run_id"]].append(row["time_ms"])
     repeated = [runs for runs in times.values() if len(runs) > 1]
     if not repeated:
         raise DataError(f"no config of {device} was timed in two runs: their noise is unknown")

@@ -295,8 +295,7 @@ def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
     together, found = by_problem(held.dataset.timings), list[_Measured]()
     for problem, parts in together.items():
         pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
-        theirs = pytorch.get(BENCHMARK, min(pytorch.values())) if pytorch else None
-        times = times_of(parts, theirs)
+        times = times_of(parts, pytorch.get(BENCHMARK, min(pytorch.values(), default=None)))
         say(CHOOSING, len(found), len(together))
         ranking = tuple(predictor.rank(problem, model.device, max(TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
