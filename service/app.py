@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
-from confpred.model.card import CARD, SIGNATURE, Card, read_card
+from confpred.model.card import CARD, SIGNATURE, card_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
@@ -220,7 +220,7 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
 
 def _files_of(folder: Path) -> Mapping[str, str]:
     """Return the digests of the files of a model, by name."""
-    return Card.from_json(read_card(folder)[1]).files
+    return card_of(folder).card.files
 
 
 @_router.post(

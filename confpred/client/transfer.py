@@ -23,7 +23,7 @@ from confpred.client.served import TOKEN
 from confpred.data.remote import Folder, read_bytes, write_bytes
 from confpred.errors import ConfpredError, ModelError, ServiceError, StorageError
 from confpred.files import raising, user_folder
-from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
+from confpred.model.card import CARD, SIGNATURE, Card, card_of, read_files, signed_by
 from confpred.model.folder import FILES, publish
 
 log = logging.getLogger(__name__)
@@ -102,9 +102,8 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
         begun.mkdir(parents=True, exist_ok=True)
         with _service(url) as http:
             _fetch(http, f"/v1/models/{digest}/{CARD}", begun / CARD, digest)
-            with refusing(begun):
-                card = Card.from_json(read_card(begun)[1])
-                _check_card(card, device)
+            card = card_of(begun).card
+            _check_card(card, device)
             for name, wanted in card.files.items():
                 _fetch(http, f"/v1/models/{digest}/{name}", begun / name, wanted)
             signature = http.get(f"/v1/models/{digest}/{SIGNATURE}")

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -237,13 +237,18 @@ def read_files(folder: Path) -> ModelFiles:
     Raises:
         ModelError: a file is missing, or not what the card says.
     """
+    read = card_of(folder)
+    files = {name: checked_file(folder, read.card, name) for name in read.card.files}
+    if (folder / SIGNATURE).exists():
+        files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
+    return replace(read, files={**read.files, **files})
+
+
+def card_of(folder: Path) -> ModelFiles:
+    """Read the card of a model folder, and none of its other files; raises as `read_files`."""
     text, content = read_card(folder)
     with refusing(folder):
-        card = Card.from_json(content)
-        files = {name: checked_file(folder, card, name) for name in card.files}
-        if (folder / SIGNATURE).exists():
-            files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
-    return ModelFiles(hashlib.sha256(text).hexdigest(), card, {CARD: text, **files})
+        return ModelFiles(hashlib.sha256(text).hexdigest(), Card.from_json(content), {CARD: text})
 
 
 def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:

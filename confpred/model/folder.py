@@ -19,7 +19,6 @@ A kernel that has changed since is only a warning: the order of its configs is l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -47,6 +46,7 @@ from confpred.model.card import (
     CARD,
     Card,
     FamilyCard,
+    card_of,
     checked_file,
     read_card,
     read_files,
@@ -142,9 +142,9 @@ def load_model(folder: Path, *, in_parts: bool = False) -> Model:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
             features or configs than this version has; the text names the file and the reason.
     """
-    text, content = read_card(folder)
+    read = card_of(folder)
     with refusing(folder):
-        model = _load(folder, Card.from_json(content), hashlib.sha256(text).hexdigest())
+        model = _load(folder, read.card, read.digest)
     if not in_parts:
         dict(model.families), dict(model.measured)
     return model
