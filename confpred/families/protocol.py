@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -167,28 +168,14 @@ def is_free(family: Family) -> bool:
     return isinstance(family, LibraryFamily) or not isinstance(family, Bounded)
 
 
-#: How many launches are laid out at a time where only the first that keep within are asked for.
-_SOME = 64
-
-
-def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
-    """Return the first `count` of `within`."""
-    at_once = limits == UNLIMITED or isinstance(family, Bounded)
-    found, step = rows[:0], max(1, len(rows)) if at_once else _SOME
-    for start in range(0, len(rows), step):
-        some = within(family, problem, rows[start : start + step], limits)
-        found = np.concatenate([found, some])
-        if len(found) >= count:
-            break
-    return found[:count]
-
-
-def within(family: Family, problem: Any, rows: Rows, limits: Limits) -> Rows:
-    """Those of `rows` that keep within `limits`."""
+def within(
+    family: Family, problem: Any, rows: Rows, limits: Limits, count: int | None = None
+) -> Rows:
+    """Those of `rows` that keep within `limits`: all, or the first `count` of them. Launches are
+    laid out until these are found."""
     if limits == UNLIMITED and is_free(family):
-        return rows
+        return rows[:count]
     if isinstance(family, Bounded):
-        return rows[family.allowed(problem, rows, limits)]
-    launches = (family.launch(problem, int(row)) for row in rows)
-    kept = np.fromiter((limits.allow(problem, launch) for launch in launches), np.bool_, len(rows))
-    return rows[kept]
+        return rows[family.allowed(problem, rows, limits)][:count]
+    kept = (row for row in rows if limits.allow(problem, family.launch(problem, int(row))))
+    return np.fromiter(islice(kept, count), np.intp)
