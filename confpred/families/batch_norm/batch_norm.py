@@ -171,11 +171,11 @@ def _step_bytes(problem: BatchNorm, t: Any) -> Any:
 def _step(p: BatchNorm, t: dict[str, int], entry: str, operands: tuple[str, ...]) -> Step:
     """Return the step of the kernel called `entry` for a problem `p`, which may be the part of the
     family's that the kernel computes."""
-    file, which = "batch_norm", ("KERNEL", f"KERNEL_{entry.rpartition('_')[2].upper()}")
-    more, kept = (), {}
+    file, more, kept = "batch_norm", common.macros(), dict[str, int]()
+    which = common.macros(KERNEL=f"KERNEL_{entry.rpartition('_')[2].upper()}")
     if one_pass := "one_pass" in entry:
-        file, which = "batch_norm_one_pass", ("BACKWARD", int(p.is_backward))
-        more, kept = (("MIN_BLOCKS", t["per_sm"]),), {"kept": t["kept"]}
+        file, which = "batch_norm_one_pass", common.macros(BACKWARD=int(p.is_backward))
+        more, kept = common.macros(MIN_BLOCKS=t["per_sm"]), {"kept": t["kept"]}
     scalars = {
         "rows": p.rows,
         "channels": p.c,
@@ -185,7 +185,7 @@ def _step(p: BatchNorm, t: dict[str, int], entry: str, operands: tuple[str, ...]
     }
     smem_bytes = 0 if entry in ("batch_norm_apply", "batch_norm_gradient") else t["smem_bytes"]
     defines = (
-        which,
+        *which,
         dtype_macro(p),
         activation_macro(p.activation),
         ("HAS_RESIDUAL", int(p.residual)),
