@@ -265,8 +265,7 @@ class Graph:
             modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
             self.graph.create_execution_plans(modes)
         except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
-            reason = first_line(error)[:200]
-            raise LaunchError(f"cuDNN has no plan for {problem}: {reason}") from error
+            raise LaunchError(f"cuDNN has no plan for {problem}: {first_line(error)}") from error
         count = self.graph.get_execution_plan_count()
         self.names: list[str] = [self.graph.get_plan_name_at_index(i) for i in range(count)]
         self._places: dict[frozenset[tuple[str, int]], int] = {}
