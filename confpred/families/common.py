@@ -219,7 +219,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
     """Return the features of a problem batch by name; a family lists those that vary among its
     problems. Logarithms are to base 2."""
     p = problem
-    # Of integers that may be too large for an array.
+    # A ratio of integers, which may be too large for an array.
     intensity = p.each(lambda each: each.flops / each.minimum_bytes)
     sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
     names = ("log_n", "log_c", "log_k", "log_p", "log_q", "log_bytes", "log_intensity")

@@ -61,7 +61,7 @@ class Task:
 
     @property
     def key(self) -> Measured:
-        """What its rows in the folder share."""
+        """The facts that its rows in the folder share."""
         return Measured(self.problem, self.provider, self.source_digest)
 
 
