@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 from layers import H100
+from served import copy_model
 
 from confpred.errors import ModelError
 from confpred.model.folder import load_model
@@ -26,10 +25,7 @@ ONE = {
 
 def of_a_board(folder: Path, model_folder: Path, **changes: object) -> Path:
     """Return a copy of a model that says that it is of `BOARD`."""
-    shutil.copytree(model_folder, folder)
-    card = json.loads((folder / "card.json").read_text())
-    card |= {"device": BOARD.key, "board": asdict(BOARD) | changes}
-    (folder / "card.json").write_text(json.dumps(card))
+    copy_model(model_folder, folder, device=BOARD.key, board=asdict(BOARD) | changes)
     return folder
 
 

@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fastapi.testclient import TestClient
 from served import Server, eventually, head, running
 from uploads import PARQUET, admitted, became, changed, keepers, send, sent, token, whole
 
+from confpred import Predictor
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
 from confpred.data.measurements import Measurement, Run
@@ -34,6 +36,8 @@ from confpred.model.folder import Model, NewestModels
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.retraining.admission import Refused, check_shard
+from confpred.service import Settings
+from confpred.service.app import create_app
 
 
 @pytest.fixture(scope="module")
@@ -368,9 +372,11 @@ def test_the_client_sends(
     assert became(server, upload, secrets["write"])["rows"] == 20
 
 
-def test_a_server_without_a_folder_takes_nothing(tmp_path: Path, rows: pa.Table) -> None:
-    with running(tmp_path) as server:
-        reply = send(server, whole(rows.slice(0, 10)), None)
+def test_a_server_without_a_folder_takes_nothing() -> None:
+    app = create_app(Settings(), Predictor({}))
+    with TestClient(app, client=("127.0.0.1", 1)) as client:
+        headers = {"idempotency-key": "0" * 64, **PARQUET}
+        reply = client.post("/v1/measurements", content=b"", headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_exchange")
-        assert server.get("/v1/jobs").json() == {"jobs": []}
-        assert server.post("/v1/jobs", params={"device": "h100"}).status_code == 404
+        assert client.get("/v1/jobs").json() == {"jobs": []}
+        assert client.post("/v1/jobs", params={"device": "h100"}).status_code == 404

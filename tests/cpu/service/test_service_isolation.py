@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,10 +15,16 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from served import LAYER, ONE, Server, eventually, head, running
+
+from confpred import Choice, Predictor
+from confpred.service import Settings
+from confpred.service.app import create_app
 
 HEADERS = {"content-type": "application/json"}
 _RANDOM = random.Random(12)
+pytestmark = pytest.mark.usefixtures("small_model")
 
 
 def batch(count: int) -> dict[str, Any]:
@@ -129,12 +137,21 @@ def test_a_client_may_shorten_the_deadline(server: Server) -> None:
     assert post(server, known, prefer="wait=0").status_code == 200  # in memory: no waiting
 
 
-def test_the_server_has_a_deadline_of_its_own(tmp_path: Path) -> None:
-    with running(tmp_path, "--deadline", "1") as server, ThreadPoolExecutor(4) as pool:
-        replies = list(pool.map(lambda _: post(server, batch(1000)), range(4)))  # seconds of work
-        late = [reply for reply in replies if reply.status_code == 429]
-        assert late
-        assert {reply.json()["error"]["code"] for reply in late} == {"deadline_exceeded"}
-        eventually(lambda: server.metric("confpred_queued_problems") == 0)
-        assert server.metric("confpred_worked_out_problems_total") < 3500
-        assert post(server, ONE).status_code == 200
+class Slow(Predictor):
+    """A predictor that takes its time."""
+
+    def rank(self, *asked: Any, **terms: Any) -> list[Choice]:
+        time.sleep(0.02)
+        return super().rank(*asked, **terms)
+
+
+def test_the_server_has_a_deadline_of_its_own(model_folder: Path) -> None:
+    predictor = Slow.load(model_folder)
+    with TestClient(create_app(Settings(deadline=1), predictor)) as client:
+        reply = client.post("/v1/predict", json=batch(200))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "deadline_exceeded")
+        metrics = client.get("/metrics").text
+        assert "confpred_queued_problems 0.0" in metrics
+        (worked_out,) = re.findall(r"^confpred_worked_out_problems_total (\S+)", metrics, re.M)
+        assert 0 < float(worked_out) < 100
+        assert client.post("/v1/predict", json=ONE).status_code == 200

@@ -11,6 +11,8 @@ from served import eventually, running
 
 from confpred.service.metrics import Metrics, Totals, rows
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 @pytest.mark.slow(reason="a worker is replaced")
 def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path) -> None:

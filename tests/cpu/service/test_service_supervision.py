@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from served import LONG, Server, eventually, head, refused, running
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[Path]:
@@ -31,9 +33,9 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def model(tmp_path: Path, repository: Path) -> Path:
+def model(tmp_path: Path, model_folder: Path) -> Path:
     """Return a model folder that may be damaged."""
-    return shutil.copytree(repository / "models" / "h100-2026.11.25", tmp_path / "model")
+    return shutil.copytree(model_folder, tmp_path / "model")
 
 
 def alive(process: int) -> bool:
@@ -189,7 +191,7 @@ def test_a_model_that_does_not_load_ends_the_start(model: Path) -> None:
 
 def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
     def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
     code, said = refused("--port", "0", preexec_fn=no_room, TMPDIR=str(temporary))
     assert (code, len(said.splitlines())) == (1, 1)
@@ -201,7 +203,7 @@ def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, model: Path) -> No
         card = (model / "card.json").read_text()
         (model / "card.json").write_text(card + "\n")
         # The log may still grow a little.
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (50_000, 50_000))
         reply = server.post("/v1/models/reload")
         assert reply.status_code == 409
         assert "cannot write " in reply.json()["error"]["message"]

@@ -4,7 +4,6 @@ host speaks for another."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from served import Server, eventually, running
+from served import Server, copy_model, eventually, running
 from uploads import became, changed, keepers, send, sent, token, whole
 
 from confpred.cli import cli
@@ -48,8 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path, anchors: 
     made = tmp_path_factory.mktemp("trust")
     (made / "exchange" / "controls").mkdir(parents=True)
     pq.write_table(anchors, made / "exchange" / "controls" / "own.parquet")
-    (made / "models").mkdir()
-    shutil.copytree(repository / "models" / "h100-2026.11.25", made / "models" / "h100-1")
+    copy_model(repository / "models" / "h100-2026.11.25", made / "models" / "h100-1")
     return made
 
 
@@ -96,9 +94,7 @@ def test_an_uploader_is_listed_revoked_and_queued_again(
     second = sent(server, whole(rows.slice(1_050, 100)), secrets["another"])
     assert (first["rows"], second["rows"], first["token"]) == (100, 50, "third")
     learned = folder / "exchange" / "models" / "h100-2"
-    shutil.copytree(folder / "models" / "h100-1", learned)
-    card = json.loads((learned / "card.json").read_text()) | {"uploads": {first["id"]: "third"}}
-    (learned / "card.json").write_text(json.dumps(card))
+    copy_model(folder / "models" / "h100-1", learned, uploads={first["id"]: "third"})
     assert first["id"][:12] in command(folder, "list", "third")
     said = command(folder, "revoke", "third")
     assert "revoked by the operator" in said
@@ -279,14 +275,9 @@ def test_a_kill_between_publishing_and_saying_so_is_made_up_for(
     eventually(lambda: job_now(exchange, job.id).ended, server.said)  # as there is no base
     assert "operator's own" in (job_now(exchange, job.id).reason or "")
     exchange.set_job(job.id, "running")
-    made = folder / "models-made"
-    shutil.copytree(folder / "models" / "h100-1", made)
-    started = job_now(exchange, job.id).started
-    card = json.loads((made / "card.json").read_text())
-    card |= {"created": "2031-01-01", "job": [job.id, started], "why": "made up"}
-    (made / "card.json").write_text(json.dumps(card))
-    made.rename(folder / "exchange" / "models" / "h100-2031")
-    digest = sha256((folder / "exchange/models/h100-2031/card.json").read_bytes()).hexdigest()
+    card = {"created": "2031-01-01", "job": [job.id, job_now(exchange, job.id).started]}
+    made = folder / "exchange" / "models" / "h100-2031"
+    digest = copy_model(folder / "models" / "h100-1", made, why="made up", **card)
     os.kill(keepers(server).pop(), signal.SIGKILL)
     eventually(lambda: job_now(exchange, job.id).state == "published", server.said)
     assert job_now(exchange, job.id).reason == "h100-2031: made up"
@@ -305,15 +296,13 @@ def job_now(exchange: Exchange, number: int) -> Any:
 def test_rows_that_start_a_retraining_are_counted_over_kills(
     tmp_path: Path, rows: pa.Table
 ) -> None:
-    options = ("--exchange", str(tmp_path / "exchange"), "--retrain-rows", "100")
-    with running(tmp_path, *options) as server:
-        for number in range(2):
-            upload = send(server, whole(rows.slice(100 * number, 60)), None).json()["id"]
-            became(server, upload, "x")
-            jobs = server.get("/v1/jobs").json()["jobs"]
-            assert [job["device"] for job in jobs] == ["h100"] * number
-            os.kill(keepers(server).pop(), signal.SIGKILL)
-            eventually(lambda: keepers(server))
+    settings = Settings(exchange=str(tmp_path), retrain_rows=100)
+    for number in range(2):
+        exchange, body = Exchange(tmp_path), whole(rows.slice(100 * number, 60))
+        (tmp_path / "arrived").write_bytes(body)
+        exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body))
+        keeper.Keeper(settings, os.getpid())._check(exchange.latest(1)[0])
+        assert [job.device for job in exchange.jobs()] == ["h100"] * number
 
 
 def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.Table) -> None:
