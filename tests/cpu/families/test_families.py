@@ -66,6 +66,7 @@ def test_the_config_table_is_a_constant_of_distinct_rows(family: Family) -> None
 
 @every_convolution
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_legality_is_a_mask_over_the_table(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -79,6 +80,7 @@ def test_legality_is_a_mask_over_the_table(
 
 @every_family
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_every_legal_config_can_be_launched(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -112,6 +114,7 @@ def test_every_legal_config_can_be_launched(
 
 @every_family
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_features_and_estimates_are_finite(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -159,6 +162,7 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
 
 @pytest.mark.parametrize("family", WGRAD, ids=lambda family: family.name)
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_what_is_deterministic_is_legal_whether_asked_for_or_not(
     family: Family, data: st.DataObject, device: Device
 ) -> None:

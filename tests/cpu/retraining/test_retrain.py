@@ -35,7 +35,7 @@ from confpred.retraining.retrain import (
 )
 from confpred.sampler.run import Settings
 
-SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=40)))
+SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
 BOARD = replace(get_device("h100"), key="test-board", product="NVIDIA Test Board")
 

@@ -14,7 +14,6 @@ from strategies import problems, problems_of
 
 from confpred import Predictor
 from confpred.families.registry import all_families
-from confpred.predict.choice import MAX_TOP
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN
 from confpred.service import Settings
@@ -78,22 +77,6 @@ def test_one_problem_is_answered_as_a_batch_of_one(client: TestClient) -> None:
     assert replies[0].content == replies[1].content
     assert len(replies[0].json()["choices"]) == 1
     assert replies[0].headers["content-type"] == "application/json"
-
-
-def test_top_gives_that_many_distinct_configs_best_first(client: TestClient) -> None:
-    body = {"device": "h100", "problem": EXAMPLE.to_json(), "top": MAX_TOP}
-    (choices,) = client.post("/v1/predict", json=body).json()["choices"]
-    assert 3 < len(choices) <= MAX_TOP
-    assert len({(c["family"], c["config_id"]) for c in choices}) == len(choices)
-    best = client.post("/v1/predict", json={**body, "top": 1}).json()["choices"]
-    assert choices[:1] == best[0]
-
-
-def test_a_device_may_be_named_as_its_driver_does(client: TestClient) -> None:
-    body = {"device": "NVIDIA H100 80GB HBM3", "problem": {**EXAMPLE.to_json(), "stride": 3}}
-    ((choice,),) = client.post("/v1/predict", json=body).json()["choices"]
-    found = [choice[name] for name in ("device", "source", "family", "config")]
-    assert found == ["h100", "fallback", None, None]
 
 
 def test_devices_lists_every_known_device_and_its_model(client: TestClient) -> None:

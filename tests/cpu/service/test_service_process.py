@@ -16,9 +16,7 @@ from click.testing import CliRunner
 from served import LONG, ONE, Server, eventually, head, refused, running
 from slow import slow_but
 
-from confpred import Predictor
 from confpred.cli import cli
-from confpred.service.schema import EXAMPLE
 
 pytestmark = pytest.mark.usefixtures("small_model")
 
@@ -26,12 +24,6 @@ pytestmark = pytest.mark.usefixtures("small_model")
 @pytest.fixture
 def server(plain_server: Server) -> Server:
     return plain_server
-
-
-def test_predicts_over_a_real_connection(server: Server, model_folder: Path) -> None:
-    choice = Predictor.load(model_folder).choose(EXAMPLE, "h100").to_json()
-    assert server.predict().json() == {"choices": [[choice]]}
-    eventually(lambda: '"POST /v1/predict HTTP/1.1" 200' in server.said())
 
 
 def test_a_long_body_is_cut_off_without_an_announced_length(server: Server) -> None:
