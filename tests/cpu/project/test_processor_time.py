@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from processor_time import BUDGETS
 
 CONFTEST = """
@@ -22,6 +23,7 @@ def test_in_a_process(): subprocess.run([sys.executable, "-c", WORK], check=True
 """
 
 
+@pytest.mark.slow(reason="pytest runs four folders in a process of its own")
 def test_a_whole_folder_over_its_budget_fails_the_run(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in ("heavy", "light", "part", "other"):

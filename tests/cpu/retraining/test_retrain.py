@@ -121,6 +121,7 @@ def test_a_model_of_the_user_that_cannot_be_used_gives_way(
     assert models["h100"].version == shipped.name
 
 
+@pytest.mark.slow(reason="a second session measures and trains")
 def test_a_model_that_is_no_better_is_not_published_and_the_old_one_stays(
     published: Path, capsys
 ) -> None:
