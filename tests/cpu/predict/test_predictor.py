@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import lightgbm
@@ -249,3 +252,19 @@ def test_a_pin_goes_before_everything(model_folder, predictor, measured):
     assert pinned.choose(known, "a100").source == "transferred"
     choice = pinned.choose(STRIDED, "h100")
     assert (choice.source, choice.candidate) == ("pinned", PYTORCH_OPERATOR)
+
+
+# Predictors that are loaded again and again, as a service does at each reload, leave nothing.
+
+
+def test_a_predictor_that_goes_takes_its_memory_along(model_folder: Path) -> None:
+    sizes = []
+    tracemalloc.start()  # NumPy tells it of its arrays
+    try:
+        for _ in range(6):
+            Predictor.load(model_folder).choose_many(neighbours(3), "h100")
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(after - before for before, after in pairwise(sizes[2:])) < 50_000

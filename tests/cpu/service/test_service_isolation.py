@@ -29,13 +29,10 @@ pytestmark = pytest.mark.usefixtures("small_model")
 
 def batch(count: int) -> dict[str, Any]:
     """Problems that no other request has asked."""
-    return {
-        "device": "h100",
-        "problems": [
-            {**LAYER, "n": _RANDOM.randint(1, 9999), "h": _RANDOM.randint(8, 999)}
-            for _ in range(count)
-        ],
-    }
+    problems = [
+        {**LAYER, "n": _RANDOM.randint(1, 9999), "h": _RANDOM.randint(8, 999)} for _ in range(count)
+    ]
+    return {"device": "h100", "problems": problems}
 
 
 def post(server: Server, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
@@ -155,3 +152,38 @@ def test_the_server_has_a_deadline_of_its_own(model_folder: Path) -> None:
         (worked_out,) = re.findall(r"^confpred_worked_out_problems_total (\S+)", metrics, re.M)
         assert 0 < float(worked_out) < 100
         assert client.post("/v1/predict", json=ONE).status_code == 200
+
+
+# More work than a server can do: who is refused is told at once, and others are answered.
+
+
+def asked(server: Server, body: Any, client: str, **headers: str) -> tuple[int, float, Any]:
+    """Return status, seconds and headers of a reply to a client behind a proxy."""
+    start = time.monotonic()
+    reply = post(server, body, **headers | {"x-forwarded-for": client})
+    return reply.status_code, time.monotonic() - start, reply.headers
+
+
+@pytest.mark.slow(reason="a server is kept busy for some seconds")
+def test_batches_of_many_clients_are_answered_or_refused_at_once(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        start = time.monotonic()
+        assert asked(server, batch(512), "10.0.0.1")[0] == 200
+        pace_s = time.monotonic() - start
+        count = round(4 * 10 / pace_s)  # four times of what can be done
+        bodies = [batch(512) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            replies = pool.map(
+                lambda number: asked(server, bodies[number], f"10.0.1.{number}", prefer="wait=10"),
+                range(count),
+            )
+            singles = [asked(server, batch(1), "10.0.2.1") for _ in range(20)]
+        found = [*replies]
+    refused = [reply for reply in found if reply[0] != 200]
+    assert {status for status, *_ in refused} == {429}
+    assert {status for status, *_ in singles} == {200}
+    assert all(1 <= int(headers["retry-after"]) < 60 for *_, headers in refused)
+    assert max(seconds for _, seconds, _ in refused) < 5  # and not when it is too late
+    answered = len(found) - len(refused)
+    assert answered >= 0.5 * 10 / pace_s
+    assert max(seconds for status, seconds, _ in found if status == 200) < 11
