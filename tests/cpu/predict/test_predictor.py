@@ -61,16 +61,6 @@ def test_a_measured_problem_gets_its_best_config(predictor, measured):
         assert choice.model == "made-up-1"
 
 
-def test_an_unseen_problem_gets_a_prediction(predictor):
-    choice = predictor.choose(UNSEEN, "h100")
-    assert choice.source == "predicted"
-    assert choice.regret_bound >= 1
-    assert not choice.extrapolated
-    if choice.family is not None:
-        assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
-        assert dict(choice.config) == config_dict(FAMILY, choice.config_id)
-
-
 def test_predictions_are_those_of_lightgbm(predictor, model_folder):
     """The order is the whole ensemble's, and the finalists hold the best of all candidates."""
     order, time = (
@@ -133,6 +123,8 @@ def test_a_choice_says_where_its_knowledge_is_from(predictor, measured):
     own, transferred = (predictor.choose(UNSEEN, device) for device in ("h100", "a100"))
     assert (own.source, transferred.source) == ("predicted", "transferred")
     assert own.regret_bound > 1
+    assert not own.extrapolated
+    assert own.family is None or dict(own.config) == config_dict(FAMILY, own.config_id)
     assert (own.confidence, own.measured_on) == (0.95, "h100")
     best = predictor.choose(next(iter(measured)), "h100")
     assert (best.source, best.confidence, best.measured_on) == ("measured", None, "h100")

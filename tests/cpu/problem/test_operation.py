@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
-from sampler_rows import ROW, fill
+from sampler_rows import ROW
 from shared import python_says
 from strategies import problems
 
@@ -192,14 +192,3 @@ def test_tables_of_another_operation_are_refused(tmp_path: Path) -> None:
         read_dataset([path])
     with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=words):
         store.measured("h100")
-
-
-def test_tables_of_two_operations_do_not_mix(tmp_path: Path) -> None:
-    fill(tmp_path / "a", [ROW])
-    (tmp_path / "b").mkdir()
-    path = foreign(tmp_path / "b" / "rows-x-00000.parquet")
-    with pytest.raises(DataError, match=r"rows-x-00000\.parquet .*'softmax', not of 'conv2d'"):
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all.parquet")
-    with pytest.raises(DataError, match=r"rows-x-00000\.parquet"):
-        read_dataset([tmp_path / "a", path])
-    assert not (tmp_path / "all.parquet").exists()
