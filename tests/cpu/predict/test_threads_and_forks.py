@@ -199,7 +199,7 @@ def forked(*arguments: Path, **parts: object) -> str:
 
 def test_no_child_hangs_that_was_forked_while_a_thread_predicts(model_folder: Path) -> None:
     child = 'predictor.choose(replace(layer, k=320, n=2 + turn), "h100")'
-    assert forked(model_folder, setup=_PREDICTING, threads=1, turns=15, child=child) == "0 hung"
+    assert forked(model_folder, setup=_PREDICTING, threads=1, turns=8, child=child) == "0 hung"
 
 
 def test_no_child_hangs_at_what_threads_are_working_out(model_folder: Path) -> None:
