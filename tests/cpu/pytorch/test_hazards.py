@@ -160,10 +160,9 @@ def test_meta_tensors_are_pytorchs() -> None:
 
 #: Programs of a second or two, which the fast tests run too.
 FAST = (
-    "checkpointing_inside_the_forward", "classes_and_submodules_swapped_later",
-    "gradients_of_gradients", "states_loaded", "tensors_made_from_values",
-    "transforms_of_functions", "weights_written_through_data", "hooks_on_saved_tensors",
-    "mixed_dtypes_into_conv2d", "parameters_of_a_functional_call",
+    "classes_and_submodules_swapped_later", "gradients_of_gradients", "tensors_made_from_values",
+    "transforms_of_functions", "weights_written_through_data", "mixed_dtypes_into_conv2d",
+    "parameters_of_a_functional_call",
     "control_flow_operators", "gradients_viewed_flat", "methods_of_a_class_replaced",
     "one_norm_for_several_tensors", "one_value_a_channel", "operators_that_read_memory_in_order",
 )  # fmt: skip
