@@ -201,6 +201,7 @@ def test_the_page_of_pytorch_is_short() -> None:
     assert len(PAGES["pytorch"].split()) <= MOST_WORDS
 
 
+@pytest.mark.slow(reason="a network is captured in training")
 def test_a_network_is_explained_and_optimized(printed: Callable[..., str]) -> None:
     more = "print(model[0].weight.grad.norm() > 0, model._compiled_call_impl)"
     *table, shape, last = printed("pytorch", "run: optimize", more).splitlines()

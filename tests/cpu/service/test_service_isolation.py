@@ -165,8 +165,10 @@ def asked(server: Server, body: Any, client: str, **headers: str) -> tuple[int, 
 
 
 @pytest.mark.slow(reason="a server is kept busy for some seconds")
-def test_batches_of_many_clients_are_answered_or_refused_at_once(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+def test_batches_of_many_clients_are_answered_or_refused_at_once(
+    tmp_path: Path, repository: Path
+) -> None:
+    with running(tmp_path, "--model", str(repository / "models")) as server:
         start = time.monotonic()
         assert asked(server, batch(512), "10.0.0.1")[0] == 200
         pace_s = time.monotonic() - start
