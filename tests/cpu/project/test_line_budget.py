@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 908, "confpred/problem": 1110, "confpred/products": 425,
     "confpred/pytorch": 3673, "confpred/report": 833, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 2007, "examples": 485,
-    "service": 3445, "tests": 29470,
+    "service": 3445, "tests": 29160,
 }  # fmt: skip
 MODULES = 165  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -53,3 +53,14 @@ def test_a_reason_is_never_empty(text: str, layer: str) -> None:
     reason = "no such layer" if text[:2] == "no" and layer != "Dynamo" else r".*\w"
     with pytest.raises(ConfpredError, match=f"Failing cannot be captured: {reason}"):
         confpred.explain(Failing(), torch.rand(2, 4))
+
+
+# One process captures any number of networks; Dynamo keeps few graphs for each code object.
+
+
+def test_each_of_many_networks_is_explained() -> None:
+    images = torch.randn(2, 8, 9, 9, dtype=torch.half)
+    for channels in range(8, 88, 8):
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, channels, 3), torch.nn.ReLU()).half()
+        told = confpred.explain(model, images, device="h100")
+        assert (told.step.parts, len(told.rows)) == (1, 1)
