@@ -13,7 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
@@ -103,6 +104,23 @@ class PerProcess(Generic[Made]):
 
 Asked = TypeVar("Asked", bound=Hashable)
 Found = TypeVar("Found")
+
+
+class Later(Mapping[Asked, Found]):
+    """The mapping that `read` returns, which is called at the first question; two threads that ask
+    at once may both call it, and find the same."""
+
+    def __init__(self, read: Callable[[], Mapping[Asked, Found]]) -> None:
+        self._read = cache(read)
+
+    def __getitem__(self, key: Asked) -> Found:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[Asked]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
 
 
 class Recent(Generic[Asked, Found]):

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import platformdirs
 
-from confpred.errors import DataError, StorageError
+from confpred.errors import ConfpredError, DataError, StorageError
 
 
 def write_whole(
@@ -50,6 +50,12 @@ def write_whole(
             os.chmod(temporary, mode)
 
 
+def write_json(path: Path, content: Mapping[str, Any], **how: Any) -> None:
+    """Write `content` as `write_whole` does, as JSON with a line a value: versions compare well."""
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()), **how)
+
+
 def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
     """Make the folder `path` with `files`, whole or not at all, by names such as ``"kernels/0a"``.
 
@@ -71,19 +77,24 @@ def check_writable(path: Path) -> None:
         StorageError: the file system refused.
     """
     folder = next(above for above in path.parents if os.path.lexists(above))
-    try:
-        with tempfile.NamedTemporaryFile(**_beside(path, folder)):
-            pass
-    except OSError as error:
-        raise _refused(path, error) from error
+    with (
+        raising(StorageError, f"write {path}"),
+        tempfile.NamedTemporaryFile(**_beside(path, folder)),
+    ):
+        pass
 
 
 def _beside(path: Path, folder: Path) -> dict[str, Any]:
     return {"prefix": f".{path.name}.", "suffix": ".tmp", "dir": folder}
 
 
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror or error}")
+@contextlib.contextmanager
+def raising(kind: type[ConfpredError], what: str) -> Iterator[None]:
+    """Raise an OSError of the block as an error of `kind`, which says that one cannot do `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {what}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
@@ -95,14 +106,13 @@ def _published(
     """
     temporary = None
     try:
-        path.parent.mkdir(mode=parent_mode, parents=True, exist_ok=True)
-        handle, temporary = make(**_beside(path, path.parent))
-        yield handle, temporary
-        if replace or not _linked(temporary, path):
-            os.replace(temporary, path)
-            temporary = None
-    except OSError as error:
-        raise _refused(path, error) from error
+        with raising(StorageError, f"write {path}"):
+            path.parent.mkdir(mode=parent_mode, parents=True, exist_ok=True)
+            handle, temporary = make(**_beside(path, path.parent))
+            yield handle, temporary
+            if replace or not _linked(temporary, path):
+                os.replace(temporary, path)
+                temporary = None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -138,10 +148,8 @@ def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
     Raises:
         DataError: it cannot be read, is not JSON, or is not `kind` (such as "a problem suite").
     """
-    try:
+    with raising(DataError, f"read {path}"):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     return parse_json(content, path, kind, *forms)
 
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from confpred._version import __version__
 from confpred.errors import InvalidInput
-from confpred.model.card import CARD, SIGNATURE, Card, read_card
+from confpred.model.card import CARD, SIGNATURE, card_of
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import KNOWN, get_device
 
@@ -220,7 +220,7 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
 
 def _files_of(folder: Path) -> Mapping[str, str]:
     """Return the digests of the files of a model, by name."""
-    return Card.from_json(read_card(folder)[1]).files
+    return card_of(folder).card.files
 
 
 @_router.post(
@@ -234,12 +234,11 @@ async def submit(request: Request) -> schema.Submission:
     """Keep the file; it is on the disk when this is answered, and is checked soon afterwards."""
     headers, state = dict(request.scope["headers"]), request.app.state
     key, length = announced_id(headers), headers.get(b"content-length", b"")
-    exchange = _exchange(request.app)
+    exchange, body = _exchange(request.app), request.stream()
     if state.settings.tokens is None:
         _check_local(request, "write")
     token = request.scope.get(logs.TOKEN, "local")
-    stream = request.receive
-    return await take(exchange, state.settings, key, length, stream, token, state.uploading)
+    return await take(exchange, state.settings, key, length, body, token, state.uploading)
 
 
 @_router.get("/v1/measurements", summary="The uploads in the data", responses=_refusals(404))
@@ -249,10 +248,7 @@ async def submissions(request: Request) -> schema.SubmissionsReply:
 
 @_router.get("/v1/measurements/{upload}", summary="An upload by its id", responses=_refusals(404))
 async def submission(request: Request, upload: str) -> schema.Submission:
-    found = await asyncio.to_thread(_exchange(request.app).find, upload)
-    if found is None:
-        raise _unknown_upload(upload)
-    return found
+    return await _upload(request.app, upload)
 
 
 @_router.get(
@@ -262,11 +258,18 @@ async def submission(request: Request, upload: str) -> schema.Submission:
     responses=_refusals(404),
 )
 async def submitted_rows(request: Request, upload: str) -> Response:
-    exchange = _exchange(request.app)
-    found = await asyncio.to_thread(exchange.find, upload)
-    if found is None or not found.rows or not (path := exchange.path(ADMITTED, upload)).exists():
+    found, path = await _upload(request.app, upload), _exchange(request.app).path(ADMITTED, upload)
+    if not (found.rows and path.exists()):
         raise _unknown_upload(upload)
     return FileResponse(path, media_type=schema.PARQUET)
+
+
+async def _upload(app: FastAPI, upload: str) -> schema.Submission:
+    """Return an upload that is known by this id."""
+    found = await asyncio.to_thread(_exchange(app).find, upload)
+    if found is None:
+        raise _unknown_upload(upload)
+    return found
 
 
 def _unknown_upload(upload: str) -> RequestError:

@@ -24,14 +24,11 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 
 from confpred.errors import InvalidInput, StorageError
 
@@ -85,9 +82,8 @@ class Exchange:
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            how: dict[str, Any] = {"timeout": 30, "isolation_level": None}
-            file, how["check_same_thread"] = folder / "exchange.sqlite", False
-            self._db: sqlite3.Connection = sqlite3.connect(file, **how)
+            file = folder / "exchange.sqlite"
+            self._db = sqlite3.connect(file, 30, isolation_level=None, check_same_thread=False)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {_TABLES}")
         except (OSError, sqlite3.Error) as error:
             reason = getattr(error, "strerror", None) or error
@@ -403,12 +399,12 @@ async def take(
     settings: Settings,
     key: str,
     announced: bytes,
-    receive: Receive,
+    body: AsyncIterator[bytes],
     token: str,
     threads: Executor,
 ) -> Submission:
-    """Stream the body of a request to the disk, and keep it as the upload `key`; its length may be
-    `announced`.
+    """Stream the `body` of a request to the disk, and keep it as the upload `key`; its length may
+    be `announced`.
 
     Raises:
         RequestError: 413 for a longer body, 429 beyond the quota of `token`, 507 for a full disk.
@@ -420,15 +416,11 @@ async def take(
     try:
         size = int(announced[:20]) if announced.isdigit() else 0
         arriving = await loop.run_in_executor(threads, _Arriving, exchange, settings, token, size)
-        pieces, held, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            pieces.append(message.get("body", b""))
-            held += len(pieces[-1])
-            more = message.get("more_body", False)
-            if held >= _PIECE and more:
+        pieces, held = [], 0
+        async for piece in body:
+            pieces.append(piece)
+            held += len(piece)
+            if held >= _PIECE:
                 await loop.run_in_executor(threads, arriving.write, b"".join(pieces))
                 pieces, held = [], 0
         return await loop.run_in_executor(threads, arriving.end, b"".join(pieces), key)

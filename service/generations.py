@@ -27,14 +27,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.files import write_folder
-from confpred.model.card import CARD, Card, read_card, read_files, refusing, signed_by
+from confpred.files import raising, write_folder
+from confpred.model.card import CARD, ModelFiles, card_of, read_card, read_files, signed_by
 from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
@@ -59,22 +59,13 @@ _VALUES = (0.0, float("nan"), 1e30, -1e30)
 _ROWS = (1, 32)
 
 
-class Published(NamedTuple):
-    """The card of a published model, and the digest of the card."""
-
-    card: Card
-    digest: str
-
-
-def published(folder: Path) -> list[tuple[Path, Published]]:
-    """Return the models that an exchange in `folder` has published, the newest first."""
+def published(folder: Path) -> list[tuple[Path, ModelFiles]]:
+    """Return the models that an exchange in `folder` has published, by their cards alone, the
+    newest first."""
     found = []
     for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
         with contextlib.suppress(ModelError):  # it has just been removed, or is none
-            text, content = read_card(path.parent)
-            with refusing(path.parent):
-                known = Published(Card.from_json(content), hashlib.sha256(text).hexdigest())
-            found.append((path.parent, known))
+            found.append((path.parent, card_of(path.parent)))
     return sorted(found, key=lambda each: each[1].card.created, reverse=True)
 
 
@@ -143,11 +134,8 @@ def publish(settings: Settings, home: Path) -> Path:
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     plan = None
     if settings.plan is not None:
-        try:
+        with raising(DataError, f"read {settings.plan}"):
             plan = files[PLAN] = plan_file(Path(settings.plan)).read_bytes()
-        except OSError as error:
-            reason = error.strerror or error
-            raise DataError(f"cannot read {settings.plan}: {reason}") from error
     published = home / digest_of(known, plan)
     if not published.exists():
         for path, read in models.values():

@@ -8,8 +8,9 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import ProcessCollector, generate_latest
@@ -160,15 +161,6 @@ def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> core.Me
     return made
 
 
-class _Collected(NamedTuple):
-    """Metrics as a registry has them."""
-
-    metrics: Sequence[core.Metric]
-
-    def collect(self) -> Iterable[core.Metric]:
-        return self.metrics
-
-
 def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
@@ -185,4 +177,6 @@ def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, 
             whole = states.setdefault(metric.name, empty)
             for sample in metric.samples:
                 whole.add_sample(sample.name, {"process": name}, sample.value)
-    return generate_latest(_Collected([*families(counts), build, answering, *states.values()]))
+    metrics = [*families(counts), build, answering, *states.values()]
+    registry: Any = SimpleNamespace(collect=lambda: metrics)
+    return generate_latest(registry)

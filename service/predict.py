@@ -154,43 +154,6 @@ def _questions(asked: PredictRequest) -> list[Question]:
     return [Question(key, top, problem, accepted, limits) for problem in asked.problems]
 
 
-def working(
-    predictor: Predictor,
-    memory: Memory,
-    settings: Settings,
-    body: bytes,
-    asked: PredictRequest | None,
-    worked_out: Callable[[], None],
-) -> Steps[Reply]:
-    """Work out the reply to `body`; for the one thread that works. Raises as `parsing` does.
-
-    A problem that several requests wait for is worked out by the first that comes to it. The
-    choices are the library's own, as it writes them.
-
-    Args:
-        asked: what `body` asks, if it has been read.
-        worked_out: called for each problem that is worked out.
-    """
-    asked = asked or (yield from parsing(body, settings))
-    questions = _questions(asked)
-    answers = [
-        memory.answers.get(question) or memory.open.setdefault(question, Answer())
-        for question in questions
-    ]
-    new = {q: a for q, a in zip(questions, answers, strict=True) if a.text is None}
-    for done, (question, answer) in enumerate(new.items()):
-        yield len(new) - done
-        if answer.text is None:
-            within = predictor.within(asked.limits)
-            choices = within.rank(
-                question.problem, asked.device, asked.top, max_regret=asked.max_regret
-            )
-            answer.source, answer.text = choices[0].source, answer_json(choices)
-            memory.answers.put(question, answer, len(answer.text))
-            worked_out()
-    return memory.reply(body, asked, answers)
-
-
 class Predict:
     """ASGI application of ``/v1/predict``: answers at once from memory, else by a `Scheduler`."""
 
@@ -250,12 +213,40 @@ class Predict:
             if reply is not None:
                 self._metrics.answered("answers", reply.sources)
                 return reply
-        steps = working(predictor, memory, self._settings, body, asked, self._worked_out)
+        steps = self._working(predictor, memory, body, asked)
         estimate = len(asked.problems) if asked else len(body) // 1024
         reply = await self.work(steps, scope, receive, estimate)
         if reply is not None:
             self._metrics.answered("work", reply.sources)
         return reply
+
+    def _working(
+        self, predictor: Predictor, memory: Memory, body: bytes, asked: PredictRequest | None
+    ) -> Steps[Reply]:
+        """Work out the reply to `body`, which asks what is `asked`, if it has been read; for the
+        one thread that works. Raises as `parsing` does.
+
+        A problem that several requests wait for is worked out by the first that comes to it. The
+        choices are the library's own, as it writes them.
+        """
+        asked = asked or (yield from parsing(body, self._settings))
+        questions = _questions(asked)
+        answers = [
+            memory.answers.get(question) or memory.open.setdefault(question, Answer())
+            for question in questions
+        ]
+        new = {q: a for q, a in zip(questions, answers, strict=True) if a.text is None}
+        for done, (question, answer) in enumerate(new.items()):
+            yield len(new) - done
+            if answer.text is None:
+                within = predictor.within(asked.limits)
+                choices = within.rank(
+                    question.problem, asked.device, asked.top, max_regret=asked.max_regret
+                )
+                answer.source, answer.text = choices[0].source, answer_json(choices)
+                memory.answers.put(question, answer, len(answer.text))
+                self._metrics.add(1, "confpred_worked_out_problems")
+        return memory.reply(body, asked, answers)
 
     async def work(
         self, steps: Steps[_V], scope: Scope, receive: Receive, estimate: int
@@ -285,9 +276,6 @@ class Predict:
             raise RequestError(429, code, message, headers=headers) from None
         finally:
             gone.cancel()
-
-    def _worked_out(self) -> None:
-        self._metrics.add(1, "confpred_worked_out_problems")
 
     def _deadline_s(self, scope: Scope) -> float:
         """Return the server's deadline, or the client's own if that is shorter."""

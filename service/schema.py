@@ -15,7 +15,7 @@ from confpred.model.card import Card
 from confpred.predict.choice import MAX_TOP, Source
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN, Device
-from confpred.problem.limits import Limits
+from confpred.problem.limits import SCHEMA, Limits
 
 from . import Settings
 
@@ -317,12 +317,6 @@ def _bodies(settings: Settings) -> dict[str, Any]:
     fields = dataclasses.fields(Problem)
     problem = {field.name: _field(field) for field in fields}
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    limits = {
-        "workspace_bytes": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
-        "deterministic": {"type": "boolean", "default": False},
-        "tf32": {"type": "boolean", "default": True},
-        "max_error": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-    }
     top = {"type": "integer", "minimum": 1, "maximum": MAX_TOP, "default": 1}
     regret = {"anyOf": [{"type": "number", "minimum": 1, "maximum": 1e300}, {"type": "null"}]}
     count = {"minItems": 1, "maxItems": settings.max_batch}
@@ -339,7 +333,7 @@ def _bodies(settings: Settings) -> dict[str, Any]:
     either: dict[str, Any] = {"oneOf": [{"required": [name]} for name in ("problem", "problems")]}
     return {
         "Problem": _object("Problem", inspect.getdoc(Problem), problem, required=required),
-        "Limits": _object("Limits", inspect.getdoc(Limits), limits),
+        "Limits": _object("Limits", inspect.getdoc(Limits), SCHEMA),
         "PredictRequest": _object("PredictRequest", asked, request, required=["device"], **either),
     }
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from confpred.errors import ConfpredError, InvalidInput
+from confpred.files import raising
 
 from . import Settings, generations, logs, tokens
 from .child import Child, Fields, keep, show_life, tell_systemd
@@ -100,10 +101,8 @@ def _listener(settings: Settings) -> socket.socket:
 @contextlib.contextmanager
 def _home() -> Iterator[Path]:
     """Make a folder that the processes of this server share; remove it when it ends."""
-    try:
+    with raising(ConfpredError, "make a temporary folder"):
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfpredError(f"cannot make a temporary folder: {error.strerror}") from error
     with made as name:
         lock = os.open(name, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_SH)  # who tidies up /tmp leaves a folder that is locked
@@ -370,17 +369,15 @@ class Supervisor:
     async def _tell_metrics(self) -> Fields:
         """Return the counts of all processes, and their ids."""
         ready = [child for child in self._children.values() if child.ready]
-        await asyncio.gather(*map(self._hear_counts, ready))
+        answers = await asyncio.gather(*(child.ask("counts", _COUNTS_S) for child in ready))
+        for child, answer in zip(ready, answers, strict=True):
+            if answer and "counts" in answer:
+                self._totals.note(child.pid, answer["counts"])
         own = read(self._metrics.rows())
         own["confpred_workers",] = len(ready)
         own["confpred_workers_wanted",] = self._settings.workers
         processes = {"supervisor": os.getpid()} | {child.name: child.pid for child in ready}
         return {"counts": rows(self._totals.sum(own)), "processes": processes}
-
-    async def _hear_counts(self, child: Child) -> None:
-        answer = await child.ask("counts", _COUNTS_S)
-        if answer and "counts" in answer:
-            self._totals.note(child.pid, answer["counts"])
 
     async def _admit(self, child: Child, generation: str) -> None:
         """Give `child` connections from now on; first bring it to what the others answer by, which

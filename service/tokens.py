@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from confpred.errors import DataError, InvalidInput, StorageError
-from confpred.files import read_json, write_whole
+from confpred.files import raising, read_json, write_json
 
 FORMAT = "confpred-tokens/1"
 #: Purpose of a token: to ask, to send measurements too, or to manage the server too.
@@ -62,11 +61,9 @@ def alone(path: Path) -> Iterator[None]:
     """Wait until no other process is in such a block for the file at `path`, to read it, change it
     and write it. The lock is on its folder, as the file itself is replaced. It is made if there is
     none, or a StorageError raised."""
-    try:
+    with raising(StorageError, f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -78,8 +75,7 @@ def write(path: str | Path, tokens: Sequence[Token]) -> None:
     """Replace the file at `path`, which only its owner may read, at any moment; raise a
     StorageError if the file system refuses."""
     content = {"format": FORMAT, "tokens": [asdict(token) for token in tokens]}
-    text = json.dumps(content, indent=1) + "\n"
-    write_whole(Path(path), lambda file: file.write(text.encode()), mode=0o600)
+    write_json(Path(path), content, mode=0o600)
 
 
 def find(tokens: Sequence[Token], secret: bytes) -> Token | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ ONE = {"device": "h100", "problem": LAYER}
 #: Long enough in the answering that other things can be seen to happen meanwhile.
 LONG = {
     "device": "h100",
-    "problems": [{**LAYER, "n": 1 + i % 100, "h": 60 + i // 100} for i in range(1000)],
+    "problems": [{**LAYER, "n": 1 + i % 100, "h": 60 + i // 100} for i in range(400)],
     "top": 8,
 }
 COMMAND = str(Path(sys.executable).with_name("confpred"))
@@ -141,6 +144,18 @@ def eventually(condition: Callable[[], object], said: object = "", within_s: flo
     while not condition():
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
+
+
+def copy_model(model: Path, to: Path, **card: object) -> str:
+    """Copy a model folder, whole or not at all, with these entries in its card; return its
+    digest."""
+    away = to.with_name(f"{to.name}.copying")
+    shutil.copytree(model, away)
+    text = json.dumps(json.loads((away / "card.json").read_text()) | card)
+    (away / "card.json").write_text(text)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    away.rename(to)
+    return sha256(text.encode()).hexdigest()
 
 
 def head(*lines: str) -> bytes:

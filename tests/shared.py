@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,24 @@ def once_a_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Path]
             make(folder)
             made.touch()
     return folder
+
+
+def python(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the Python of the tests with these words and variables of the environment."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def python_says(*words: object, **environment: str) -> str:
+    """Return the standard output of such a run, which has to end well."""
+    done = python(*words, **environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,11 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 from click.testing import CliRunner
-from served import Server, eventually
+from served import Server, eventually, running
 
 from confpred.cli import cli
 
 PARQUET = {"content-type": "application/vnd.apache.parquet"}
-
-
-def token(folder: Path, name: str, scope: str) -> str:
-    words = ["token", "--tokens", str(folder / "tokens.json"), name, "--scope", scope]
-    return CliRunner().invoke(cli, words, catch_exceptions=False).output.strip()
 
 
 def whole(table: pa.Table, **how: Any) -> bytes:
@@ -37,41 +34,66 @@ def changed(table: pa.Table, column: str, change: Callable[[Any], Any]) -> pa.Ta
     return table.set_column(table.schema.get_field_index(column), field, values)
 
 
-def send(server: Server, body: bytes, secret: str | None, **headers: str) -> httpx.Response:
-    known = {"idempotency-key": hashlib.sha256(body).hexdigest(), **PARQUET, **headers}
-    if secret is not None:
-        known["authorization"] = f"Bearer {secret}"
-    return server.post("/v1/measurements", content=body, headers=known)
+@dataclass(frozen=True)
+class Site:
+    """A server with an exchange in a folder, and the secrets of its tokens by their names."""
+
+    server: Server
+    folder: Path
+    secrets: Mapping[str, str]
+
+    @property
+    def exchange(self) -> Path:
+        return self.folder / "exchange"
+
+    def headers(self, name: str | None) -> dict[str, str]:
+        """Return the headers of a token; of none, or of a secret that is no token's."""
+        secret = name and self.secrets.get(name, name)
+        return {"authorization": f"Bearer {secret}"} if secret else {}
+
+    def get(self, path: str, name: str) -> httpx.Response:
+        return self.server.get(path, headers=self.headers(name))
+
+    def ask_for_job(self, name: str, device: str = "h100") -> httpx.Response:
+        return self.server.post(f"/v1/jobs?device={device}", headers=self.headers(name))
+
+    def send(self, body: bytes, name: str | None, **headers: str) -> httpx.Response:
+        key = {"idempotency-key": hashlib.sha256(body).hexdigest()}
+        known = key | PARQUET | headers | self.headers(name)
+        return self.server.post("/v1/measurements", content=body, headers=known)
+
+    def became(self, upload: str, name: str) -> dict[str, Any]:
+        """Return an upload once it is checked."""
+        found: dict[str, Any] = {}
+
+        def checked() -> bool:
+            found.update(self.get(f"/v1/measurements/{upload}", name).json())
+            return found["state"] != "received"
+
+        eventually(checked, self.server.said)
+        return found
+
+    def sent(self, body: bytes, name: str) -> dict[str, Any]:
+        reply = self.send(body, name)
+        assert reply.status_code == 202, reply.text
+        return self.became(reply.json()["id"], name)
+
+    def keepers(self) -> set[int]:
+        """Return the process that checks uploads, if there is one at the moment."""
+        return {
+            process
+            for process in self.server.workers()
+            if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
+        }
 
 
-def became(server: Server, upload: str, secret: str) -> dict[str, Any]:
-    """Return an upload once it is checked."""
-    found: dict[str, Any] = {}
-
-    def checked() -> bool:
-        headers = {"authorization": f"Bearer {secret}"}
-        found.update(server.get(f"/v1/measurements/{upload}", headers=headers).json())
-        return found["state"] != "received"
-
-    eventually(checked, server.said)
-    return found
-
-
-def sent(server: Server, body: bytes, secret: str) -> dict[str, Any]:
-    reply = send(server, body, secret)
-    assert reply.status_code == 202, reply.text
-    return became(server, reply.json()["id"], secret)
-
-
-def admitted(folder: Path) -> pa.Table:
-    files = sorted((folder / "exchange" / "admitted").glob("*.parquet"))
-    return pa.concat_tables([pq.read_table(file) for file in files])
-
-
-def keepers(server: Server) -> set[int]:
-    """Return the process that checks uploads, if there is one at the moment."""
-    return {
-        process
-        for process in server.workers()
-        if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
-    }
+@contextmanager
+def site(folder: Path, scopes: Mapping[str, str], *options: str) -> Iterator[Site]:
+    """Run a server with an exchange in `folder`, and a token of each name with its scope."""
+    tokens, secrets = str(folder / "tokens.json"), {}
+    for name, scope in scopes.items():
+        words = ["token", "--tokens", tokens, name, "--scope", scope]
+        secrets[name] = CliRunner().invoke(cli, words, catch_exceptions=False).output.strip()
+    own = ("--tokens", tokens, "--exchange", str(folder / "exchange"))
+    with running(folder, *own, *options) as server:
+        yield Site(server, folder, secrets)

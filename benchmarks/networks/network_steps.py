@@ -53,12 +53,13 @@ def main() -> None:
     import confpred  # noqa: F401
 
     sys.stdin.readline()  # until it is this process's turn
-    torch.backends.cudnn.benchmark = True
     random.seed(0)
     shape = tuple(task["shape"])
     setting = Setting(task["network"], task["mode"], task["batch"], shape, task["device"])
+    model = lively_network(setting)
+    torch.backends.cudnn.benchmark = True
     found = measure(
-        subject_of(setting, lively_network(setting)), {way: ALL_WAYS[way] for way in task["ways"]},
+        subject_of(setting, model), {way: ALL_WAYS[way] for way in task["ways"]},
         rounds=task["rounds"], turn_s=task["turn_s"], say=say,
     )  # fmt: skip
     whole = out.with_suffix(".tmp")

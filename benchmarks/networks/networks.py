@@ -53,6 +53,7 @@ BATCHES = (1, 16, 32, 128)
 WAYS = (
     "eager", "again", "optimize", "inductor=False", "freeze", "compile", "reduce-overhead",
 )  # fmt: skip
+STOPPED = "stopped for want of time"
 LEAST_S = 20  # less than this left of the budget, and no new process is started
 #: Ways that show what a part of `optimize` brings, a module and its function that they do without;
 #: measured where they are asked for.
@@ -139,7 +140,7 @@ class Started:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 _, errors = self.process.communicate()
-                return None, f"stopped for want of time: {_last(errors)}".rstrip(": ")
+                return None, f"{STOPPED}: {_last(errors)}".rstrip(": ")
             print(errors[-3000:], file=sys.stderr, end="")
             return (
                 json.loads(self.out.read_text()) if self.out.exists() else None
@@ -201,7 +202,11 @@ def measure(told: argparse.Namespace) -> None:
                 print("left out for want of time:", *(task[k] for k in KEY[:3]))
                 process.finish(0)
                 continue
-            rows = rows_of(task, *process.finish(left))
+            found, error = process.finish(left)
+            if error.startswith(STOPPED):
+                print(*(task[k] for k in KEY[:3]), error)
+                continue
+            rows = rows_of(task, found, error)
             with lock:
                 for row in rows:
                     print(json.dumps(row), flush=True)

@@ -22,8 +22,8 @@ from confpred.client.clients import Client
 from confpred.client.served import TOKEN
 from confpred.data.remote import Folder, read_bytes, write_bytes
 from confpred.errors import ConfpredError, ModelError, ServiceError, StorageError
-from confpred.files import user_folder
-from confpred.model.card import CARD, SIGNATURE, Card, read_card, read_files, refusing, signed_by
+from confpred.files import raising, user_folder
+from confpred.model.card import CARD, SIGNATURE, Card, card_of, read_files, signed_by
 from confpred.model.folder import FILES, publish
 
 log = logging.getLogger(__name__)
@@ -98,13 +98,12 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
                 signed_by(path.parent, signers)
             return path.parent
     begun = user_folder("cache") / "pulls" / digest
-    try:
+    with raising(StorageError, f"write {begun}"):
         begun.mkdir(parents=True, exist_ok=True)
         with _service(url) as http:
             _fetch(http, f"/v1/models/{digest}/{CARD}", begun / CARD, digest)
-            with refusing(begun):
-                card = Card.from_json(read_card(begun)[1])
-                _check_card(card, device)
+            card = card_of(begun).card
+            _check_card(card, device)
             for name, wanted in card.files.items():
                 _fetch(http, f"/v1/models/{digest}/{name}", begun / name, wanted)
             signature = http.get(f"/v1/models/{digest}/{SIGNATURE}")
@@ -115,8 +114,6 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
         read_files(begun).check_trees(begun)
         made = publish(begun, models)
         shutil.rmtree(begun, ignore_errors=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {begun}: {error.strerror or error}") from error
     return made
 
 

@@ -66,13 +66,9 @@ class Measurement:
 
     def to_row(self) -> dict[str, Any]:
         """Return a flat dictionary of column values: pairs become ``_h`` and ``_w`` columns."""
-        row: dict[str, Any] = {}
-        for field in dataclasses.fields(self.problem):
-            value = getattr(self.problem, field.name)
-            if field.name in self.problem.PAIRS:
-                row[f"{field.name}_h"], row[f"{field.name}_w"] = value
-            else:
-                row[field.name] = value
+        values = (getattr(self.problem, field.name) for field in dataclasses.fields(self.problem))
+        flat = (each for v in values for each in (v if isinstance(v, tuple) else (v,)))
+        row: dict[str, Any] = dict(zip(self.problem.column_types(), flat, strict=True))
         row["networks"] = ",".join(self.networks)
         row["family"] = self.provider
         row["config"] = config_words(self.candidate)

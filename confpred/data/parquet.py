@@ -43,12 +43,7 @@ _ADDED = ("cudnn", "cudnn_mode")
 
 def schema(operation: Operation) -> pa.Schema:
     """Names and types of the columns, in the order of `Measurement.to_row`."""
-    kinds: dict[str, str] = {}
-    for field in dataclasses.fields(operation.problem):
-        if field.name in operation.problem.PAIRS:
-            kinds |= {f"{field.name}_{axis}": "int" for axis in "hw"}
-        else:
-            kinds[field.name] = str(field.type)
+    kinds = {**operation.problem.column_types()}
     kinds |= dict.fromkeys(("networks", "family", "config"), "str") | OWN_COLUMNS
     kinds |= {field.name: str(field.type) for field in dataclasses.fields(Run)}
     columns = [(name, _NUMBERS.get(kind, pa.string())) for name, kind in kinds.items()]
@@ -57,8 +52,7 @@ def schema(operation: Operation) -> pa.Schema:
 
 def problem_columns(operation: Operation) -> list[str]:
     """Names of the columns that identify a problem."""
-    names: list[str] = schema(operation).names
-    return names[: names.index("networks")]
+    return list(operation.problem.column_types())
 
 
 #: File of this machine, or of an object store.
@@ -352,8 +346,7 @@ def merge(
         DataError: a shard is damaged, or a folder has none.
         StorageError: the file system refused; `file` is then as it was.
     """
-    kind = operation or _operation_in(folders, anchors)
-    table = _joined(folders, kind, anchors, unnamed=operation is not None)
+    table, _ = _joined(folders, operation, anchors)
     write(table, file, replace=replace)
     return int(table.num_rows)
 
@@ -381,8 +374,7 @@ def add_part(
     """
     if any(path for pattern in (_SHARDS, ANCHORS) for path in folder.glob(pattern)):
         raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
-    kind = operation or _operation_in(folders, anchors)
-    table = _joined(folders, kind, anchors, unnamed=operation is not None)
+    table, kind = _joined(folders, operation, anchors)
     known = [*problem_columns(kind), *_ROW]
     parts = (read(part, kind, known) for part in sorted(folder.glob("*.parquet")))
     number = rows_beyond(table, parts, known)
@@ -440,22 +432,18 @@ def _new_part(folder: Path) -> Path:
 
 
 def _joined(
-    folders: Sequence[Folder], operation: Operation, anchors: bool, *, unnamed: bool
-) -> pa.Table:
-    """Return the rows of all shards of `folders`, sorted by problem."""
-    tables, names = [], schema(operation).names
+    folders: Sequence[Folder], operation: Operation | None, anchors: bool
+) -> tuple[pa.Table, Operation]:
+    """Return the rows of all shards of `folders`, sorted by problem, and their operation: that of
+    the first shard where none is given. Reading refuses shards of another one."""
+    shards = (shard for folder in folders for shard in shards_in(folder, anchors=anchors))
+    kind = operation or next(map(operation_of_file, shards), CONVOLUTION)
+    tables, how = [], {"anchors": anchors, "unnamed": operation is not None}
     for folder in folders:
-        table = read_shards(folder, operation, names, anchors=anchors, unnamed=unnamed)
+        table = read_shards(folder, kind, schema(kind).names, **how)
         if not table.num_rows:
             raise DataError(f"{folder} holds no measurements ({ANCHORS if anchors else _SHARDS})")
         tables.append(table)
     table = pa.concat_tables(tables).combine_chunks()  # which sorts several times as fast
-    order = ["device", *problem_columns(operation), "family", "config", "time"]
-    return table.take(pc.sort_indices(table, [(name, "ascending") for name in order]))
-
-
-def _operation_in(folders: Sequence[Folder], anchors: bool) -> Operation:
-    """Return the operation of the first shard; `read` refuses shards of another operation."""
-    for shard in (shard for folder in folders for shard in shards_in(folder, anchors=anchors)):
-        return operation_of_file(shard)
-    return CONVOLUTION
+    order = ["device", *problem_columns(kind), "family", "config", "time"]
+    return table.take(pc.sort_indices(table, [(name, "ascending") for name in order])), kind

@@ -42,6 +42,15 @@ class Suite:
     name: str
     entries: tuple[Entry, ...]
 
+    @property
+    def networks(self) -> dict[Record, tuple[str, ...]]:
+        """The distinct problems, each with the networks of all its entries."""
+        found: dict[Record, tuple[str, ...]] = {}
+        for entry in self.entries:
+            known = found.get(entry.problem, ())
+            found[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
+        return found
+
 
 def read_suite(path: Path) -> Suite:
     """Return the suite in the file at `path`.

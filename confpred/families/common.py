@@ -70,11 +70,11 @@ def named(record: Any, names: str) -> dict[str, Any]:
 
 def kernel_step(
     name: str,
+    operands: tuple[str, ...],
     defines: tuple[tuple[str, Any], ...],
     blocks: Any,
     threads: Any,
     smem_bytes: Any,
-    operands: tuple[str, ...],
     scalars: Mapping[str, Any],
 ) -> Step:
     """Return the step of the kernel `name` in ``name.cu``, with a grid of one dimension."""
@@ -103,7 +103,7 @@ def sum_step(
     agreed = agreed_macros(threads=SUM_THREADS, smem_bytes=smem_bytes, columns=columns)
     operands = ("filter_grad", "bias_grad", "scratch")
     defines, blocks = (dtype_macro(problem), *agreed), ceil_div(elements, columns)
-    return kernel_step(name, defines, blocks, SUM_THREADS, smem_bytes, operands, scalars)
+    return kernel_step(name, operands, defines, blocks, SUM_THREADS, smem_bytes, scalars)
 
 
 def image_sizes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -219,7 +219,8 @@ def problem_features(problem: Any) -> dict[str, Any]:
     """Return the features of a problem batch by name; a family lists those that vary among its
     problems. Logarithms are to base 2."""
     p = problem
-    intensity = p.each(_intensity)  # of integers that may be too large for an array
+    # A ratio of integers, which may be too large for an array.
+    intensity = p.each(lambda each: each.flops / each.minimum_bytes)
     sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
     names = ("log_n", "log_c", "log_k", "log_p", "log_q", "log_bytes", "log_intensity")
     return {
@@ -235,7 +236,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": p.each(_activation),
+        "activation": p.each(lambda each: ACTIVATIONS.index(each.activation)),
         "residual": p.residual,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
@@ -248,14 +249,6 @@ def _log2(values: tuple[Any, ...]) -> list[Any]:
         return [np.log2(value) for value in values]
     found: list[Any] = np.log2(np.array(values, np.float64)).tolist()
     return found
-
-
-def _intensity(problem: Problem) -> float:
-    return problem.flops / problem.minimum_bytes
-
-
-def _activation(problem: Problem) -> int:
-    return ACTIVATIONS.index(problem.activation)
 
 
 #: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,19 +69,15 @@ class Family(Protocol):
 
     def legal(self, problem: Any, device: Device) -> Mask:
         """Which rows of `configs` compute `problem` correctly on `device`; all False if none."""
-        ...
 
     def estimate_s(self, problem: Any, device: Device, rows: Rows) -> Floats:
         """Seconds that an analytic model expects of each row; used where no model is trained."""
-        ...
 
     def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
         """Return the ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
-        ...
 
     def launch(self, problem: Any, row: int) -> Launch:
         """How config `row` computes `problem`: kernels, grids, arguments, workspace."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +98,6 @@ class Batched(Protocol):
 
     def serves(self, problem: Any) -> bool:
         """Whether some config may compute one problem, as far as that depends on no config."""
-        ...
 
     def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:
         """Which rows of `table`, counted from 0, compute a problem that the family `serves`.
@@ -110,14 +106,12 @@ class Batched(Protocol):
             The problem, or where they are several the problem of each pair; the rows, rising for
             each problem; and what was worked out of them for `described`.
         """
-        ...
 
     def described(
         self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
         """Return the features of what `offered` returned, as formulas give them: a column of
         ``features`` is a row here, ``(len(feature_names), rows)``."""
-        ...
 
 
 @runtime_checkable
@@ -134,7 +128,6 @@ class LibraryFamily(Protocol):
         Raises:
             MissingExtra: it is not installed.
         """
-        ...
 
 
 @runtime_checkable
@@ -167,7 +160,6 @@ class Bounded(Protocol):
 
     def allowed(self, problem: Any, rows: Rows, limits: Limits) -> Mask:
         """Return a mask over `rows`, which are legal for `problem`."""
-        ...
 
 
 def is_free(family: Family) -> bool:
@@ -176,28 +168,14 @@ def is_free(family: Family) -> bool:
     return isinstance(family, LibraryFamily) or not isinstance(family, Bounded)
 
 
-#: How many launches are laid out at a time where only the first that keep within are asked for.
-_SOME = 64
-
-
-def first_within(family: Family, problem: Any, rows: Rows, limits: Limits, count: int) -> Rows:
-    """Return the first `count` of `within`."""
-    at_once = limits == UNLIMITED or isinstance(family, Bounded)
-    found, step = rows[:0], max(1, len(rows)) if at_once else _SOME
-    for start in range(0, len(rows), step):
-        some = within(family, problem, rows[start : start + step], limits)
-        found = np.concatenate([found, some])
-        if len(found) >= count:
-            break
-    return found[:count]
-
-
-def within(family: Family, problem: Any, rows: Rows, limits: Limits) -> Rows:
-    """Those of `rows` that keep within `limits`."""
+def within(
+    family: Family, problem: Any, rows: Rows, limits: Limits, count: int | None = None
+) -> Rows:
+    """Those of `rows` that keep within `limits`: all, or the first `count` of them. Launches are
+    laid out until these are found."""
     if limits == UNLIMITED and is_free(family):
-        return rows
+        return rows[:count]
     if isinstance(family, Bounded):
-        return rows[family.allowed(problem, rows, limits)]
-    launches = (family.launch(problem, int(row)) for row in rows)
-    kept = np.fromiter((limits.allow(problem, launch) for launch in launches), np.bool_, len(rows))
-    return rows[kept]
+        return rows[family.allowed(problem, rows, limits)][:count]
+    kept = (row for row in rows if limits.allow(problem, family.launch(problem, int(row))))
+    return np.fromiter(islice(kept, count), np.intp)

@@ -108,24 +108,13 @@ def family_of(candidate: Candidate) -> Family:
 
 def families_of(problem: Record) -> dict[str, Family]:
     """Return the families of `problem`'s operation, by name."""
-    return _that_compute(problem, all_families())
-
-
-@cache
-def all_kernels() -> MappingProxyType[str, Family]:
-    """Return those of `all_families` that are measured, and estimated without a model, where no
-    family is named."""
-    kernels = {n: f for n, f in all_families().items() if n not in _ON_REQUEST}
-    return MappingProxyType(kernels)
+    return {n: f for n, f in all_families().items() if f.operation.problem is type(problem)}
 
 
 def kernels_of(problem: Record) -> dict[str, Family]:
-    """Return the kernels of `problem`'s operation, by name."""
-    return _that_compute(problem, all_kernels())
-
-
-def _that_compute(problem: Record, families: Mapping[str, Family]) -> dict[str, Family]:
-    return {n: f for n, f in families.items() if f.operation.problem is type(problem)}
+    """Return those of `families_of` that are measured, and estimated without a model, where no
+    family is named."""
+    return {n: f for n, f in families_of(problem).items() if n not in _ON_REQUEST}
 
 
 @cache

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from confpred.families.common import kernel_step, problem_features
 from confpred.families.protocol import Array, Columns, Family, Floats, Mask, Rows
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
-from confpred.problem.operation import Step
+from confpred.problem.operation import Launch, Operation
 
 _Found = TypeVar("_Found")
 #: How much a table keeps of what was worked out of it, or up to twice as much.
@@ -101,6 +102,30 @@ class Table:
         return found
 
 
+class Described(ABC):
+    """Base of families whose features are those of the operation, and then some of `_derived`."""
+
+    operation: Operation
+    feature_names: tuple[str, ...]
+
+    @abstractmethod
+    def launch(self, problem: Any, row: int) -> Launch: ...
+
+    @abstractmethod
+    def _derived(self, problem: Any, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
+        """Return features by name, and ``estimate`` in seconds."""
+
+    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> Floats:
+        return self._derived(problem, device, rows)["estimate"]
+
+    def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
+        derived = self._derived(problem, device, rows)
+        derived["log_estimate"] = np.log2(derived["estimate"] / device.roofline_s(problem))
+        shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
+        own = [derived[name] for name in self.feature_names[shared.shape[1] :]]
+        return np.column_stack([shared, *own]).astype(np.float32)
+
+
 class Tabled(ABC):
     """Base of a `Family` of formulas, which is a `confpred.families.protocol.Batched`.
 
@@ -135,6 +160,7 @@ class Tabled(ABC):
     ) -> None:
         self.name, self.direction, self.operands = name, direction, operands
         self.feature_names: tuple[str, ...] = (*self.shared_features, *own_features)
+        self._step = partial(kernel_step, self.kernel, operands)
 
     def serves(self, problem: Problem) -> bool:
         """Return whether some config may compute `problem`, by the rules that need no config."""
@@ -218,19 +244,6 @@ class Tabled(ABC):
     def _one(self, problem: Problem, row: int) -> Any:
         """Return the workings of config `row` alone, as numbers."""
         return picked(self._workings(_batch(problem), self.whole, np.array([row])), 0)
-
-    def _step(
-        self,
-        defines: tuple[tuple[str, Any], ...],
-        blocks: Any,
-        threads: Any,
-        smem_bytes: Any,
-        scalars: Mapping[str, Any],
-    ) -> Step:
-        """Return the kernel's step, with a grid of one dimension."""
-        return kernel_step(
-            self.kernel, defines, blocks, threads, smem_bytes, self.operands, scalars
-        )
 
 
 class Shaped(Tabled):

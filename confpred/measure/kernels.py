@@ -104,7 +104,11 @@ def _checked(
         report(row)
         launch = family.launch(problem, row)
         with _failing(row, failures, "launch_error" if launch.plan is None else "illegal"):
-            runners[row] = _within_bounds(loader.runner(launch))
+            runner = loader.runner(launch)
+            size = runner.launch.scratch_bytes
+            if launch.plan is not None and size > MAX_WORKSPACE_BYTES:
+                raise LaunchError(f"it needs a workspace of {size} bytes")
+            runners[row] = runner
     operands = arena.operands(operation, problem, list(runners.values()))
     outputs = [operand for operand in operands.kinds.values() if operand.terms]
     references = {o: arena.reference(operation, problem, o, operands) for o in outputs}
@@ -132,14 +136,6 @@ def _failing(
         failures[row] = Outcome(row, "compile_error", message=str(error))
     except LaunchError as error:
         failures[row] = Outcome(row, refused, message=str(error))
-
-
-def _within_bounds(runner: Runner) -> Runner:
-    """Return `runner`; raise `LaunchError` where its plan needs more than `MAX_WORKSPACE_BYTES`."""
-    launch = runner.launch
-    if launch.plan is not None and launch.scratch_bytes > MAX_WORKSPACE_BYTES:
-        raise LaunchError(f"it needs a workspace of {launch.scratch_bytes} bytes")
-    return runner
 
 
 def _check_one(shared: _Shared, row: int, runner: Runner) -> _Checked:

@@ -136,10 +136,8 @@ def as_the_library_calls(
     """Return the call that the library makes where PyTorch's operator is the answer."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
-    plain, launch = (
-        left_to_pytorch(problem),
-        epilogue_of(problem, driver.device_of(ordinal).sm_count),
-    )
+    plain = left_to_pytorch(problem)
+    launch = epilogue_of(problem, driver.device_of(ordinal).sm_count)
     enqueue = bound(launch, ("out", "bias", "residual"), ordinal)
 
     def call(tensors: dict[str, Tensor]) -> torch.Tensor:

@@ -7,13 +7,13 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from confpred.errors import ConfpredError, DataError, ModelError
-from confpred.files import parse_json
+from confpred.files import parse_json, raising
 from confpred.model.trees import Trees
 
 CARD, FORMAT = "card.json", "confpred-model/5"
@@ -237,13 +237,18 @@ def read_files(folder: Path) -> ModelFiles:
     Raises:
         ModelError: a file is missing, or not what the card says.
     """
+    read = card_of(folder)
+    files = {name: checked_file(folder, read.card, name) for name in read.card.files}
+    if (folder / SIGNATURE).exists():
+        files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
+    return replace(read, files={**read.files, **files})
+
+
+def card_of(folder: Path) -> ModelFiles:
+    """Read the card of a model folder, and none of its other files; raises as `read_files`."""
     text, content = read_card(folder)
     with refusing(folder):
-        card = Card.from_json(content)
-        files = {name: checked_file(folder, card, name) for name in card.files}
-        if (folder / SIGNATURE).exists():
-            files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
-    return ModelFiles(hashlib.sha256(text).hexdigest(), card, {CARD: text, **files})
+        return ModelFiles(hashlib.sha256(text).hexdigest(), Card.from_json(content), {CARD: text})
 
 
 def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
@@ -260,10 +265,8 @@ def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    try:
+    with raising(ModelError, f"read {path}"):
         return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def checked_file(folder: Path, card: Card, name: str) -> bytes:

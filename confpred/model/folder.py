@@ -19,7 +19,6 @@ A kernel that has changed since is only a warning: the order of its configs is l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -36,7 +35,7 @@ from typing import TypeVar
 import numpy as np
 
 import confpred.models
-from confpred.concurrency import uninterrupted
+from confpred.concurrency import Later, uninterrupted
 from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
@@ -47,6 +46,7 @@ from confpred.model.card import (
     CARD,
     Card,
     FamilyCard,
+    card_of,
     checked_file,
     read_card,
     read_files,
@@ -142,9 +142,9 @@ def load_model(folder: Path, *, in_parts: bool = False) -> Model:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
             features or configs than this version has; the text names the file and the reason.
     """
-    text, content = read_card(folder)
+    read = card_of(folder)
     with refusing(folder):
-        model = _load(folder, Card.from_json(content), hashlib.sha256(text).hexdigest())
+        model = _load(folder, read.card, read.digest)
     if not in_parts:
         dict(model.families), dict(model.measured)
     return model
@@ -327,29 +327,6 @@ class _Families(_Loaded[FamilyModel]):
         return found
 
 
-class _Measured(Mapping[str, Best]):
-    """The best measured config of each problem, by the problem's words; parsed at the first
-    question."""
-
-    def __init__(self, folder: Path, card: Card) -> None:
-        self._parse = partial(_measured, folder, card)
-        self._best: dict[str, Best] | None = None
-
-    def __getitem__(self, words: str) -> Best:
-        return self._parsed()[words]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parsed())
-
-    def __len__(self) -> int:
-        return len(self._parsed())
-
-    def _parsed(self) -> dict[str, Best]:
-        if self._best is None:
-            self._best = self._parse()  # two threads may do so at once, and find the same
-        return self._best
-
-
 def _load(folder: Path, card: Card, digest: str) -> Model:
     operation, device = operation_named(card.operation), _device(card)
     families = _Families(folder, card, operation, device)
@@ -378,7 +355,7 @@ def _load(folder: Path, card: Card, digest: str) -> Model:
         families=families,
         gate=gate,
         pytorch=pytorch,
-        measured=_Measured(folder, card),
+        measured=Later(partial(_measured, folder, card)),
         bounds=_bounds(folder, card, operation),
         card=card,
     )

@@ -256,41 +256,32 @@ def rank_families(
     opened = serving
     if gate is not None and limits == UNLIMITED:
         opened = gate.open(problems, device, serving)
-    together = ProblemBatch(problems)
-    found = _rank_named(families, opened, together, device, wanted, limits)
+    together, most = ProblemBatch(problems), max(wanted, FINALISTS)
+
+    def ranked(named: Sequence[Sequence[str]]) -> list[Options]:
+        """Return the best configs of the families that are `named` for each problem."""
+        found: list[Options] = [[] for _ in named]
+        for name, known in families.items():
+            asked = [place for place, names in enumerate(named) if name in names]
+            if not asked:
+                continue
+            best = known.rank_many(together.part(asked), device, wanted, limits)
+            for place, (rows, seconds) in best.items():
+                first = zip(seconds[:most].tolist(), rows[:most].tolist(), strict=True)
+                found[asked[place]] += [(value, Candidate(name, row)) for value, row in first]
+        for options in found:
+            # Stable: a family's candidates of equal seconds keep their order.
+            options.sort(key=lambda option: (option[0], option[1].provider))
+        return found
+
+    found = ranked(opened)
     closed = [
         [name for name in served if name not in mine] if len(options) < wanted else []
         for served, mine, options in zip(serving, opened, found, strict=True)
     ]
-    others = _rank_named(families, closed, together, device, wanted, limits)
-    for options, more in zip(found, others, strict=True):
+    for options, more in zip(found, ranked(closed), strict=True):
         last = options[-1][0] if options else 0.0
         options += [(max(last, seconds), candidate) for seconds, candidate in more]
-    return found
-
-
-def _rank_named(
-    families: Mapping[str, FamilyModel],
-    named: Sequence[Sequence[str]],
-    problems: ProblemBatch,
-    device: Device,
-    wanted: int,
-    limits: Limits,
-) -> list[Options]:
-    """Return the best configs of the families that are `named` for each problem."""
-    found: list[Options] = [[] for _ in named]
-    most = max(wanted, FINALISTS)
-    for name, known in families.items():
-        asked = [place for place, names in enumerate(named) if name in names]
-        if not asked:
-            continue
-        ranked = known.rank_many(problems.part(asked), device, wanted, limits)
-        for place, (rows, seconds) in ranked.items():
-            first = zip(seconds[:most].tolist(), rows[:most].tolist(), strict=True)
-            found[asked[place]] += [(value, Candidate(name, row)) for value, row in first]
-    for options in found:
-        # Stable: a family's candidates of equal seconds keep their order.
-        options.sort(key=lambda option: (option[0], option[1].provider))
     return found
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from confpred.concurrency import Recent, Remembered
 from confpred.errors import InvalidInput
-from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, first_within, within
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, within
 from confpred.families.registry import family_of, kernels_of
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
@@ -380,7 +380,7 @@ def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> lis
     found: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
-        kept = np.isin(rows, first_within(family, problem, rows, limits, top))
+        kept = np.isin(rows, within(family, problem, rows, limits, top))
         first = zip(seconds[kept][:top].tolist(), rows[kept].tolist(), strict=False)
         found += [(value, Candidate(name, row)) for value, row in first]
     return [

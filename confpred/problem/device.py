@@ -15,20 +15,20 @@ its rates take a moment to measure (`confpred.cuda.discovery`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from confpred.concurrency import Later
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
-from confpred.files import read_json, user_folder, write_whole
+from confpred.files import read_json, user_folder, write_json
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -108,21 +108,8 @@ def _table() -> tuple[Mapping[str, Device], Mapping[str, str]]:
     return MappingProxyType(devices), keys
 
 
-class _Known(Mapping[str, Device]):
-    """The table's devices by key, read at first use."""
-
-    def __getitem__(self, key: str) -> Device:
-        return _table()[0][key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_table()[0])
-
-    def __len__(self) -> int:
-        return len(_table()[0])
-
-
 #: The GPU models that confpred knows by name, by key: those of ``devices.json``.
-KNOWN: Mapping[str, Device] = _Known()
+KNOWN: Mapping[str, Device] = Later(lambda: _table()[0])
 _introduced: dict[str, Device] = {}
 
 
@@ -229,10 +216,8 @@ def remember(driver: str, board: Mapping[str, Any]) -> None:
     """Keep a driver's description of the device with the fields `board`. If the folder cannot be
     written, the next process measures again."""
     content = {"format": FORMAT, "driver": driver, "board": dict(board)}
-    text = json.dumps(content, indent=1) + "\n"
-    path = remembered_folder() / f"{board['key']}.json"
     try:
-        write_whole(path, lambda file: file.write(text.encode()), private=True)
+        write_json(remembered_folder() / f"{board['key']}.json", content, private=True)
     except StorageError as error:
         log.warning("the description of %s is not kept: %s", board["key"], error)
 

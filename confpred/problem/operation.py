@@ -235,22 +235,18 @@ class Operation(Protocol):
 
     def operands(self, problem: Any) -> tuple[Operand, ...]:
         """Return the tensors that `problem` has, outputs first."""
-        ...
 
     def features(self, problem: Any, device: Device) -> NDArray[np.float32]:
         """Return the ``(1, len(feature_names))`` matrix of `problem` alone, whatever kernel serves
         it: what the time of PyTorch's own operator depends on."""
-        ...
 
     def reference(self, problem: Any, output: str) -> Step:
         """Return the kernel that computes `output` in float64 and adds it to the zeros that it
         finds in the operand ``reference``."""
-        ...
 
     def pytorch(self, problem: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return a new tensor, or several, by PyTorch's call for `problem`; `tensors` are the
         inputs by name, of the shapes that `operands` gives."""
-        ...
 
 
 @runtime_checkable
@@ -262,4 +258,3 @@ class Prepared(Protocol):
     ) -> dict[str, torch.Tensor]:
         """Return `tensors`, the inputs by name, and what else `Operation.pytorch` is to be given,
         whose time does not count."""
-        ...

@@ -75,6 +75,16 @@ class Record:
         return {field.name: field for field in dataclasses.fields(cls)}
 
     @classmethod
+    @cache
+    def column_types(cls) -> Mapping[str, str]:
+        """Return the types of a table's columns by name; a pair has a column a member."""
+        found: dict[str, str] = {}
+        for name, field in cls._fields().items():
+            names = (f"{name}_h", f"{name}_w") if name in cls.PAIRS else (name,)
+            found |= dict.fromkeys(names, "int" if name in cls.PAIRS else str(field.type))
+        return found
+
+    @classmethod
     def _integer(cls, name: str, value: object) -> int:
         """`value` as an int within limits: NumPy integers too, but no boolean, float or text."""
         low, high = cls.LIMITS[name]

@@ -10,19 +10,18 @@ This file has the parts that these families share.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Rows
+from confpred.families.table import Described
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
-from confpred.problem.operation import Launch, Operation, Product, View
+from confpred.problem.operation import Product, View
 
 _UNIT = 16  # bytes: what parts of a workspace are aligned to
 #: Rate of tensor cores for TF32 over that for half precision.
@@ -89,31 +88,7 @@ def layer_of(problem: LinearChain, index: int, out: View, source: View) -> Produ
     return Product(out, source, weight, bias=f"bias{index}", relu=relu, tf32=problem.tf32)
 
 
-class ProductFamily(ABC):
-    """Base of these families. Their features are those of the operation, and some of `_derived`."""
-
-    operation: Operation
-    feature_names: tuple[str, ...]
-
-    @abstractmethod
-    def launch(self, problem: Any, row: int) -> Launch: ...
-
-    @abstractmethod
-    def _derived(self, problem: Any, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
-        """Return features by name, and ``estimate`` in seconds."""
-
-    def estimate_s(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float64]:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
-        derived = self._derived(problem, device, rows)
-        derived["log_estimate"] = np.log2(derived["estimate"] / device.roofline_s(problem))
-        shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
-        own = [derived[name] for name in self.feature_names[shared.shape[1] :]]
-        return np.column_stack([shared, *own]).astype(np.float32)
-
-
-class ChainFamily(ProductFamily):
+class ChainFamily(Described):
     """Base of the families of linear chains; their launches state an error."""
 
     operation = LINEAR_CHAIN

@@ -13,7 +13,6 @@ channels first would need.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,12 +22,12 @@ from numpy.typing import NDArray
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_of
 from confpred.families.common import MAX_INT
 from confpred.families.protocol import Rows
-from confpred.families.table import config_columns, config_table
+from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.conv2d import CONVOLUTION, Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR, TF32_ERROR, Limits
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
-from confpred.products import LAUNCH_S, TF32_OVER_HALF, ProductFamily
+from confpred.products import LAUNCH_S, TF32_OVER_HALF
 
 #: As a number of samples: all of them.
 ALL = 0
@@ -59,7 +58,7 @@ def _rows_of(problem: Problem) -> _Rows:
     return _Rows(p.p * p.q, p.c * p.r * p.s, plain)
 
 
-class Im2col(ProductFamily):
+class Im2col(Described):
     """See the module."""
 
     name = "im2col"
@@ -139,7 +138,13 @@ class Im2col(ProductFamily):
         program: list[Step | Product] = []
         for first in range(0, p.n, chunk):
             count = min(chunk, p.n - first)
-            program += _chunk(p, rows, first, count, bool(batched), bool(tf32))
+            product = _product(p, rows, first, count, bool(batched), bool(tf32))
+            if rows.are_the_image:
+                program.append(product)
+            elif p.direction == "dgrad":
+                program += [product, _copy(p, "col2im", first, count)]
+            else:
+                program += [_copy(p, "im2col", first, count), product]
         program += _epilogue(p)
         scratch = int(self.workspace_bytes(p)[row])
         # In half precision, what follows the product rounds its sums a second time.
@@ -148,10 +153,8 @@ class Im2col(ProductFamily):
         return Launch.of_program(program, scratch_bytes=scratch, file=_FILE, error=error)
 
 
-def _chunk(
-    p: Problem, rows: _Rows, first: int, count: int, batched: bool, tf32: bool
-) -> Iterator[Step | Product]:
-    """Yield the steps for `count` samples from `first` on."""
+def _product(p: Problem, rows: _Rows, first: int, count: int, batched: bool, tf32: bool) -> Product:
+    """Return the product of `count` samples from `first` on."""
     within, out_width, pixels = rows.length // p.groups, p.k // p.groups, count * rows.pixels
     name = {"dgrad": "in_grad"}.get(p.direction, "in") if rows.are_the_image else SCRATCH
     before = first * rows.pixels * rows.length if rows.are_the_image else 0
@@ -161,26 +164,19 @@ def _chunk(
         grads = View("out_grad", (p.groups, out_width, pixels), (out_width, 1, p.k), start)
         shape = (p.groups, out_width, within)
         out = View("filter_grad", shape, (out_width * within, within, 1))
-        if not rows.are_the_image:
-            yield _copy(p, "im2col", first, count)
-        yield Product(out, grads, windows, accumulate=first > 0, tf32=tf32)
-    elif p.direction == "dgrad":
+        return Product(out, grads, windows, accumulate=first > 0, tf32=tf32)
+    if p.direction == "dgrad":
         grads = View("out_grad", (p.groups, pixels, out_width), (out_width, p.k, 1), start)
         filters = View("filter", (p.groups, out_width, within), (out_width * within, within, 1))
-        yield Product(windows, grads, filters, tf32=tf32)
-        if not rows.are_the_image:
-            yield _copy(p, "col2im", first, count)
-    else:
-        if not rows.are_the_image:
-            yield _copy(p, "im2col", first, count)
-        out = View("out", (p.groups, pixels, out_width), (out_width, p.k, 1), start)
-        filters = View("filter", (p.groups, within, out_width), (out_width * within, 1, within))
-        if batched:
-            out = View("out", (count, rows.pixels, p.k), (rows.pixels * p.k, p.k, 1), start)
-            shape = (count, rows.pixels, rows.length)
-            windows = View(SCRATCH, shape, (rows.pixels * rows.length, rows.length, 1))
-            filters = View("filter", (count, rows.length, p.k), (0, 1, rows.length))
-        yield Product(out, windows, filters, tf32=tf32)
+        return Product(windows, grads, filters, tf32=tf32)
+    out = View("out", (p.groups, pixels, out_width), (out_width, p.k, 1), start)
+    filters = View("filter", (p.groups, within, out_width), (out_width * within, 1, within))
+    if batched:
+        out = View("out", (count, rows.pixels, p.k), (rows.pixels * p.k, p.k, 1), start)
+        shape = (count, rows.pixels, rows.length)
+        windows = View(SCRATCH, shape, (rows.pixels * rows.length, rows.length, 1))
+        filters = View("filter", (count, rows.length, p.k), (0, 1, rows.length))
+    return Product(out, windows, filters, tf32=tf32)
 
 
 def _copy(p: Problem, entry: str, first: int, count: int) -> Step:

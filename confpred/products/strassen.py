@@ -122,6 +122,8 @@ class Strassen(chains.ChainFamily):
 
 
 FAMILY = Strassen()
+#: An operand, and where in it a matrix begins, in bytes.
+_Place = tuple[str, int]
 
 
 def _half(p: LinearChain, width: int) -> int:
@@ -157,27 +159,23 @@ class _Chain:
     def launch(self) -> Launch:
         p = self._p
         program: list[Step | Product] = []
-        at, start = "in", 0  # where the matrix before a layer is
+        at = ("in", 0)  # where the matrix before a layer is
         for index, (before, after) in enumerate(pairwise(p.widths)):
-            end = index == p.layers - 1
-            to, to_start = ("out", 0) if end else (SCRATCH, self._whole)
+            to = ("out", 0) if index == p.layers - 1 else (SCRATCH, self._whole)
             if not self._halved[index]:
-                program.append(self._ordinary(index, before, after, at, start, to, to_start))
+                out, source = self._matrix(to, after), self._matrix(at, before)
+                program.append(chains.layer_of(p, index, out, source))
             else:
                 if index == 0 or not self._halved[index - 1]:
-                    program.append(self._left(before, at, start))
+                    program.append(self._left(before, at))
                 program.append(self._right(index, before, after))
                 program.append(self._products(before, after))
-                program.append(self._between(index, after, to, to_start))
-            at, start = to, to_start
+                program.append(self._between(index, after, to))
+            at = to
         return Launch.of_program(program, scratch_bytes=self._scratch.bytes, error=error_of(p))
 
-    def _ordinary(
-        self, index: int, before: int, after: int, at: str, start: int, to: str, to_start: int
-    ) -> Product:
-        p, elements = self._p, self._scratch.elements
-        out = chains.matrix(to, p.batch, after, elements(to_start))
-        return chains.layer_of(p, index, out, chains.matrix(at, p.batch, before, elements(start)))
+    def _matrix(self, at: _Place, columns: int) -> View:
+        return chains.matrix(at[0], self._p.batch, columns, self._scratch.elements(at[1]))
 
     def _products(self, before: int, after: int) -> Product:
         m, k, n = self._half_batch, _half(self._p, before), _half(self._p, after)
@@ -195,23 +193,23 @@ class _Chain:
         sizes = (after, before, _half(self._p, after), _half(self._p, before))
         return self._step("MATRIX", "RIGHT", (SCRATCH, self._weights), (f"weight{index}", 0), sizes)
 
-    def _left(self, before: int, at: str, start: int) -> Step:
+    def _left(self, before: int, at: _Place) -> Step:
         sizes = (self._p.batch, before, self._half_batch, _half(self._p, before))
-        return self._step("MATRIX", "LEFT", (SCRATCH, self._sums), (at, start), sizes)
+        return self._step("MATRIX", "LEFT", (SCRATCH, self._sums), at, sizes)
 
-    def _between(self, index: int, after: int, to: str, to_start: int) -> Step:
+    def _between(self, index: int, after: int, to: _Place) -> Step:
         sizes = (self._p.batch, after, self._half_batch, _half(self._p, after))
-        source, form, target = (SCRATCH, self._results), "MATRIX", (to, to_start)
+        source = (SCRATCH, self._results)
         if self._feeds_halves(index):
-            form, target = "LEFT", (SCRATCH, self._sums)
-        return self._step("PRODUCTS", form, target, source, sizes, index)
+            return self._step("PRODUCTS", "LEFT", (SCRATCH, self._sums), source, sizes, index)
+        return self._step("PRODUCTS", "MATRIX", to, source, sizes, index)
 
     def _step(
         self,
         source_form: str,
         target_form: str,
-        to: tuple[str, int],
-        source: tuple[str, int],
+        to: _Place,
+        source: _Place,
         sizes: tuple[int, int, int, int],
         index: int | None = None,
     ) -> Step:

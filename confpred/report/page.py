@@ -18,7 +18,7 @@ from markupsafe import Markup
 from confpred._version import __version__
 from confpred.data.parquet import operation_of_file, read
 from confpred.errors import DataError
-from confpred.files import write_whole
+from confpred.files import raising, write_whole
 from confpred.model.card import CARD
 from confpred.model.folder import Model, load_model, model_folders
 from confpred.report import COVERAGE, charts, judged, tables
@@ -234,10 +234,8 @@ def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _file(path: Path, kind: str) -> InputFile:
-    try:
+    with raising(DataError, f"read {path}"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     return InputFile(str(path), kind, digest)
 
 

@@ -40,7 +40,14 @@ from confpred.problem.record import Record
 from confpred.retraining.admission import token_of, uploaded
 from confpred.retraining.offers import is_held_out
 from confpred.retraining.retrain import Pair, Verdict, compare
-from confpred.training.dataset import Dataset, Timings, data_files, read_dataset
+from confpred.training.dataset import (
+    Dataset,
+    Timings,
+    by_problem,
+    data_files,
+    read_dataset,
+    times_of,
+)
 from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
@@ -212,18 +219,8 @@ def _width(t: Timings) -> int:
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
     """Yield the times of what both models choose among the measured candidates of each problem of a
     network. Without an old model PyTorch's operator runs."""
-    together: dict[Record, list[Timings]] = {}
-    for t in data.timings:
-        if t.networks:
-            together.setdefault(t.problem, []).append(t)
-    for problem, parts in together.items():
-        times = {
-            Candidate(t.family, int(row)): float(ms)
-            for t in parts
-            for row, ms in zip(t.rows, t.time_ms, strict=True)
-        }
-        if problem in data.pytorch_ms:
-            times[PYTORCH_OPERATOR] = data.pytorch_ms[problem]
+    for problem, parts in by_problem(t for t in data.timings if t.networks).items():
+        times = times_of(parts, data.pytorch_ms.get(problem))
         chosen = [_chosen(model, problem, parts, times) for model in (old, new)]
         if chosen[0] in times and chosen[1] in times:
             names = parts[0].networks

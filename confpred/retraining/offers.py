@@ -13,25 +13,23 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from confpred.cuda.compiler import compiled_before
-from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Entry, Suite
-from confpred.families.kernel_text import identity_of
-from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
-from confpred.families.registry import config_ids, families_of, kernels_of, operation_of
+from confpred.families.protocol import Candidate, Family
+from confpred.families.registry import families_of, kernels_of, operation_of
 from confpred.model.folder import Model
 from confpred.model.rank import rank_by_estimate
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
-from confpred.sampler.tasks import BENCHMARK, Measured, Task
+from confpred.sampler.tasks import Measured, Task, left_of, pytorch_task, task_of
 
 #: Configs of a problem and family: as many as the model puts first, and as many at random, which
 #: show where it is wrong.
@@ -118,20 +116,13 @@ def to_learn_from(suite: Suite) -> list[Entry]:
     """Return the entries of `suite` that share no layer with a network that is held out, each
     once."""
     held_out = {e.problem.layer() for e in suite.entries if is_held_out(e.networks)}
-    return [e for e in _joined(suite) if e.problem.layer() not in held_out]
+    entries = (Entry(problem, names) for problem, names in suite.networks.items())
+    return [entry for entry in entries if entry.problem.layer() not in held_out]
 
 
 def to_judge_by(suite: Suite) -> list[Entry]:
     """Return the entries of `suite` that are of a network that is held out, each once."""
-    return [entry for entry in _joined(suite) if is_held_out(entry.networks)]
-
-
-def _joined(suite: Suite) -> list[Entry]:
-    networks: dict[Record, tuple[str, ...]] = {}
-    for entry in suite.entries:
-        known = networks.get(entry.problem, ())
-        networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
-    return [Entry(problem, names) for problem, names in networks.items()]
+    return [Entry(p, names) for p, names in suite.networks.items() if is_held_out(names)]
 
 
 def tasks_to_learn(
@@ -184,21 +175,11 @@ def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
     for candidate in candidates:
         providers[candidate.provider].add(candidate.config_id)
     families = families_of(entry.problem)
+    where = (entry.problem, entry.networks)
     return [
-        _of_family(entry, families[name], sorted(ids)) if name in families else _of_pytorch(entry)
+        task_of(*where, families[name], sorted(ids)) if name in families else pytorch_task(*where)
         for name, ids in sorted(providers.items())
     ]
-
-
-def _of_family(entry: Entry, family: Family, rows: Sequence[int]) -> Task:
-    digest = identity_of(family.launch(entry.problem, rows[0]).source)
-    return Task(entry.problem, entry.networks, family.name, digest, tuple(rows))
-
-
-def _of_pytorch(entry: Entry) -> Task:
-    operator, source = PYTORCH_OPERATOR, epilogue_source(entry.problem)
-    where = (entry.problem, entry.networks, operator.provider, source)
-    return Task(*where, (operator.config_id,), BENCHMARK)
 
 
 def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], NDArray[np.float64]]:
@@ -220,20 +201,12 @@ def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], ND
 def _tasks(
     entry: Entry, device: Device, donor: Model | None, measured: Have, seed: int, *, pytorch: bool
 ) -> tuple[Task, ...]:
-    problem, found = entry.problem, []
+    problem, found = entry.problem, list[Task]()
     for family in kernels_of(problem).values():
-        rows = _rows(family, problem, device, donor, seed)
-        if not rows:
-            continue
-        task = _of_family(entry, family, rows)
-        have = measured.get(Measured(problem, family.name, task.source_digest), frozenset())
-        done = {config_ids(family.name).get(words) for words in have}
-        left = tuple(row for row in rows if row not in done)
-        if left:
-            found.append(replace(task, config_ids=left))
-    theirs = _of_pytorch(entry)
-    key = Measured(problem, theirs.provider, theirs.source_digest)
-    if pytorch and found and key not in measured:
+        if rows := _rows(family, problem, device, donor, seed):
+            found += left_of(task_of(problem, entry.networks, family, rows), measured)
+    theirs = pytorch_task(problem, entry.networks)
+    if pytorch and found and theirs.key not in measured:
         found.append(theirs)
     return tuple(found)
 

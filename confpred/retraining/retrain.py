@@ -14,7 +14,6 @@ judge by are never learned from.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from confpred.data.suites import Entry, Suite
 from confpred.errors import DataError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
-from confpred.files import read_json, user_folder, write_whole
+from confpred.files import read_json, user_folder, write_json
 from confpred.model.card import CARD
 from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
 from confpred.predict.predictor import Predictor, donor_for
@@ -308,9 +307,7 @@ def save(folder: Path, session: Session) -> None:
     Raises:
         StorageError: the file system refused.
     """
-    content = {"format": FORMAT, **asdict(session)}
-    text = json.dumps(content, indent=1) + "\n"
-    write_whole(folder / "session.json", lambda file: file.write(text.encode()))
+    write_json(folder / "session.json", {"format": FORMAT, **asdict(session)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
 # from device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is scarce.
 
 #: Far above the seconds that the largest kernel takes.
-_SILENCE_S = 180.0
+SILENCE_S = 180.0
 _ATTEMPTS = 2
 #: Units that wait with compiled kernels; more would only fill the cache.
 _MOST_AHEAD = 256
@@ -100,11 +100,6 @@ class Compiling(Protocol):
 
     def stop(self, *, kill: bool = False) -> None:
         """End the process."""
-
-
-def compiling_here(function: str) -> Compiling:
-    """Return a process of this machine that compiles by the job function at this import path."""
-    return Worker(function, _SILENCE_S)
 
 
 class Compilers:

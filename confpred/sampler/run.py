@@ -33,6 +33,7 @@ from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Compiling, Finished, Gpu, GpuWorker, Lost
 from confpred.sampler.store import Store, open_store
 from confpred.sampler.tasks import Choosing, Measured, Task, Unit, plan, units_of
+from confpred.sampler.worker import Worker
 
 _TICK_SECONDS = 0.1
 
@@ -189,7 +190,7 @@ class Here:
 
     def compiling(self, settings: Settings) -> list[Compiling]:
         """Return the processes that compile; each starts at its first kernel."""
-        return [jobs.compiling_here(settings.compile) for _ in range(settings.processes)]
+        return [Worker(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
 
     def wait(self, connections: list[Any], seconds: float) -> None:
         """Wait for a process to say something, or for so many seconds."""

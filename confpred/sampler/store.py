@@ -21,6 +21,7 @@ from confpred.data.parquet import problem_columns, read_shards, schema, write
 from confpred.data.remote import Folder, Lease, RemoteFolder
 from confpred.errors import FolderBusy, StorageError
 from confpred.families.protocol import PYTORCH
+from confpred.files import raising
 from confpred.problem.operation import Operation
 from confpred.sampler.tasks import Measured
 
@@ -44,14 +45,13 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
         with Lease(folder, run_id) as lease:
             yield Store(folder, run_id, operation, lease)
         return
-    try:
+    with raising(StorageError, f"use {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FolderBusy(f"another sampler is writing to {folder}") from None
-    except OSError as error:
-        raise StorageError(f"cannot use {folder}: {error.strerror or error}") from error
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise FolderBusy(f"another sampler is writing to {folder}") from None
     try:
         for stale in folder.glob(".rows-*.tmp"):  # left by a sampler that was killed while writing
             stale.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,33 @@ class Task:
         if family is None:
             return [() for _ in self.config_ids]
         return [family.launch(self.problem, row).kernels for row in self.config_ids]
+
+    @property
+    def key(self) -> Measured:
+        """The facts that its rows in the folder share."""
+        return Measured(self.problem, self.provider, self.source_digest)
+
+
+def task_of(
+    problem: Record, networks: tuple[str, ...], family: Family, rows: Sequence[int]
+) -> Task:
+    """Return the task of some `rows` of a family's config table."""
+    digest = identity_of(family.launch(problem, rows[0]).source)
+    return Task(problem, networks, family.name, digest, tuple(rows))
+
+
+def pytorch_task(problem: Record, networks: tuple[str, ...], mode: str = BENCHMARK) -> Task:
+    """Return the task of PyTorch's own operator."""
+    provider, config_id = PYTORCH_OPERATOR.provider, PYTORCH_OPERATOR.config_id
+    return Task(problem, networks, provider, epilogue_source(problem), (config_id,), mode)
+
+
+def left_of(task: Task, measured: Mapping[Measured, AbstractSet[str]]) -> list[Task]:
+    """Return `task` without the configs that are `measured`, where any is left."""
+    have = measured.get(task.key, frozenset())
+    done = {config_ids(task.provider).get(words) for words in have}
+    left = tuple(row for row in task.config_ids if row not in done)
+    return [replace(task, config_ids=left)] if left else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,34 +166,20 @@ def plan(
         choosing: which of these are measured.
         measured: the `config_words` that need no measurement; of PyTorch's operator the modes.
     """
-    networks: dict[Record, tuple[str, ...]] = {}
-    for entry in suite.entries:
-        known = networks.get(entry.problem, ())
-        networks[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
-    tasks = []
+    tasks, networks = [], suite.networks
     mine = part_of(networks, *choosing.part)
     problems = [problem for problem in networks if problem in mine]
     for index in np.random.default_rng(choosing.seed).permutation(len(problems)):
         problem = problems[index]
         named = choosing.families or kernels_of(problem)
         for family in families_of(problem).values():
-            if family.name not in named:
-                continue
-            rows = _choose(family, problem, device, choosing)
-            if not len(rows):
-                continue
-            digest = identity_of(family.launch(problem, rows[0]).source)
-            have = measured.get(Measured(problem, family.name, digest), frozenset())
-            done = {config_ids(family.name).get(words) for words in have}
-            left = tuple(row for row in rows if row not in done)
-            if left:
-                tasks.append(Task(problem, networks[problem], family.name, digest, left))
-        operator, source = PYTORCH_OPERATOR, epilogue_source(problem)
-        timed = measured.get(Measured(problem, operator.provider, source), frozenset())
+            if family.name in named and (rows := _choose(family, problem, device, choosing)):
+                tasks += left_of(task_of(problem, networks[problem], family, rows), measured)
         for mode in choosing.cudnn_modes if choosing.pytorch else ():
+            task = pytorch_task(problem, networks[problem], mode)
+            timed = measured.get(task.key, frozenset())
             if mode not in timed and not (mode == BENCHMARK and "" in timed):  # rows of old
-                where = (problem, networks[problem], operator.provider, source)
-                tasks.append(Task(*where, (operator.config_id,), mode))
+                tasks.append(task)
     return tasks
 
 
@@ -237,5 +250,4 @@ def _task(where: str, fields: object, device: Device) -> Task:
         if row is None or not family.legal(problem, device)[row]:
             allowed = f"a config of {name} that is legal for the problem on {device.key}"
             raise InvalidInput("config", words, allowed)
-    digest = identity_of(family.launch(problem, row).source)
-    return Task(problem, (), name, digest, (row,), anchor=True)
+    return replace(task_of(problem, (), family, [row]), anchor=True)

@@ -25,6 +25,7 @@ from confpred.concurrency import end_with, stops_held
 from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
 from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
+from confpred.files import raising
 from confpred.model.features import Registers
 from confpred.model.rank import FamilyModel, Gate, Options, PytorchModel, with_pytorch
 from confpred.model.trees import Trees
@@ -327,19 +328,18 @@ def run_in_helpers(
     """
     say(step, 0, len(calls))
     count = min(cpu_count(), len(calls))
+    how: dict[str, Any] = {"return_as": "generator", "initializer": end_with}
     try:
-        with Parallel(
-            count, return_as="generator", initializer=end_with, initargs=(os.getpid(),)
-        ) as parallel:
+        with (
+            raising(StorageError, "write what processes share"),
+            Parallel(count, **how, initargs=(os.getpid(),)) as parallel,
+        ):
             with stops_held():  # until the processes run, and leave them to this one
                 list(parallel(delayed(int)() for _ in range(count)))
             found: list[_T] = []
             for result in parallel(delayed(function)(*each) for each in calls):
                 found.append(result)
                 say(step, len(found), len(calls))
-    except OSError as error:
-        reason = error.strerror or error
-        raise StorageError(f"cannot write what processes share: {reason}") from error
     except BrokenProcessPool as error:
         raise ConfpredError(
             "a helper process was killed, which the system does where memory runs out"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from confpred.data.parquet import (
     read_checked,
 )
 from confpred.errors import DataError, InvalidProblem
-from confpred.families.protocol import PYTORCH, Rows
+from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, Rows
 from confpred.families.registry import all_families, config_ids
 from confpred.families.table import legal_among
 from confpred.measure.timing import STATUSES
@@ -134,8 +134,7 @@ def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     files = data_files(paths)
     operation = operation_of_file(files[0])
     read = read_checked(files, operation)
-    table = read.table
-    found = sorted(pc.unique(table["device"]).to_pylist())
+    found = sorted(pc.unique(read.table["device"]).to_pylist())
     if device is not None:
         wanted = get_device(device).key
         if wanted not in found:
@@ -200,6 +199,25 @@ def capped(
         if taken[groups[row]] <= most[groups[row][0]]:
             kept.append(row)
     return np.sort(np.array(kept, np.intp))
+
+
+def by_problem(timings: Iterable[Timings]) -> dict[Record, list[Timings]]:
+    """Return the timings of each problem, in the order of their first ones."""
+    found: dict[Record, list[Timings]] = defaultdict(list)
+    for t in timings:
+        found[t.problem].append(t)
+    return found
+
+
+def times_of(timings: Iterable[Timings], pytorch_ms: float | None) -> dict[Candidate, float]:
+    """Return milliseconds of all candidates of one problem; `pytorch_ms` is the time of PyTorch's
+    operator, where it was measured."""
+    found = {
+        Candidate(t.family, int(row)): float(ms)
+        for t in timings
+        for row, ms in zip(t.rows, t.time_ms, strict=True)
+    }
+    return found if pytorch_ms is None else found | {PYTORCH_OPERATOR: pytorch_ms}
 
 
 def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:
@@ -340,10 +358,9 @@ def across_sittings(files: Sequence[Path], operation: Operation, device: str) ->
     wanted = [*keys, "run_id", "device", "status", "time_ms"]
     table = pa.concat_tables(read(file, operation, wanted) for file in files)
     table = table.filter((pc.field("device") == device) & (pc.field("status") == "ok"))
-    times: dict[tuple[object, ...], dict[str, list[float]]] = {}
+    times: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in table.to_pylist():
-        of_config = times.setdefault(tuple(row[key] for key in keys), {})
-        of_config.setdefault(row["run_id"], []).append(row["time_ms"])
+        times[tuple(row[key] for key in keys)][row["run_id"]].append(row["time_ms"])
     repeated = [runs for runs in times.values() if len(runs) > 1]
     if not repeated:
         raise DataError(f"no config of {device} was timed in two runs: their noise is unknown")

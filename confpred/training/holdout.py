@@ -31,7 +31,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.record import Record
 from confpred.training import Said, unsaid
 from confpred.training.cross_validate import without_networks
-from confpred.training.dataset import Dataset, Timings, data_files
+from confpred.training.dataset import Dataset, Timings, by_problem, data_files, times_of
 from confpred.training.evaluate import figures_table
 from confpred.training.regret import TOPS, Spread, geomean, of_tops
 
@@ -292,19 +292,10 @@ def _judge(m: _Measured) -> _Judged | None:
 def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
     """Return each problem of the hold-out with the model's answers, which may not be looked up."""
     predictor = Predictor({model.device.key: replace(model, measured={})})
-    together: dict[Record, list[Timings]] = defaultdict(list)
-    for t in held.dataset.timings:
-        together[t.problem].append(t)
-    found: list[_Measured] = []
+    together, found = by_problem(held.dataset.timings), list[_Measured]()
     for problem, parts in together.items():
         pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
-        times = {
-            Candidate(t.family, int(row)): float(ms)
-            for t in parts
-            for row, ms in zip(t.rows, t.time_ms, strict=True)
-        }
-        if pytorch:
-            times[PYTORCH_OPERATOR] = pytorch.get(BENCHMARK, min(pytorch.values()))
+        times = times_of(parts, pytorch.get(BENCHMARK, min(pytorch.values(), default=None)))
         say(CHOOSING, len(found), len(together))
         ranking = tuple(predictor.rank(problem, model.device, max(TOPS) + 1))
         found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))

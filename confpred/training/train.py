@@ -83,8 +83,7 @@ def train(
     hyper = hyper or Hyperparameters()
     if out.exists():
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
-    dataset = _without(dataset, exclude)
-    dataset = part_of(dataset, families, problems, seed)
+    dataset = part_of(_without(dataset, exclude), families, problems, seed)
     operation, device = dataset.operation, dataset.device
     scores, held_out = cross_validate(dataset, folds_of(dataset, FOLDS, seed), hyper, seed, say)
     regret = Summary.of_scores(scores)

@@ -49,11 +49,12 @@ def model_folder(measurements: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server without options, which many tests ask, and which counts and logs for all."""
+def plain_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server of the small model, which many tests ask, and which counts and logs for
+    all."""
     from served import running
 
-    with running(tmp_path_factory.mktemp("plain-server")) as server:
+    with running(tmp_path_factory.mktemp("plain-server"), "--model", str(model_folder)) as server:
         yield server
 
 

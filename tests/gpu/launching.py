@@ -81,6 +81,25 @@ class Config:
         }
 
 
+def assert_repeats(config: Config, times: int, told: str) -> None:
+    """Assert that results repeat to the bit, also while other work keeps the multiprocessors from
+    starting blocks in the usual order."""
+    noise, side = torch.rand(2048, 2048, device="cuda"), torch.cuda.Stream()
+    first: dict[str, torch.Tensor] = {}
+    for repeat in range(times):
+        config.poison_outputs()
+        if repeat % 2:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    noise @ noise
+        config.enqueue()
+        results = {name: x.view(torch.uint8) for name, x in config.results().items()}
+        first = first or results
+        for name, result in results.items():
+            assert torch.equal(result, first[name]), f"{name}: {told}"
+
+
 def outside(config: Config, expected: dict[str, torch.Tensor]) -> dict[str, int]:
     """How many elements of each of its outputs are not what is `expected`."""
     return references.outside(config.outputs, config.results(), expected)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.backend import confpred as confpred_backend
 from confpred.pytorch.rewrite import training
 from confpred.pytorch.run import choosing, operators, pointwise  # noqa: F401  torch.ops has the operators
 from confpred.pytorch.run import fold as folding
@@ -449,37 +448,6 @@ def test_a_replay_launches_no_kernel_from_python(name: str, monkeypatch) -> None
         counts.append(len(calls))
     assert counts[0] > 0
     assert counts[-2:] == [0, 0]
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_with_inductor(train: bool, ours) -> None:
-    name = "inverted residual"
-    dtype = torch.float32 if train else torch.float16
-    mine, theirs = (network(name, dtype).train(train) for _ in range(2))
-    exact = network(name, dtype).double().train(train)
-    compiled = torch.compile(mine, backend=confpred_backend, options={"inductor": True})
-    for seed in range(4):
-        x, outs = images(dtype, seed=seed), []
-        torch.compiler.cudagraph_mark_step_begin()
-        for model, call in ((mine, compiled), (theirs, theirs), (exact, exact)):
-            model.zero_grad()
-            with (
-                torch.set_grad_enabled(train),
-                torch.autocast("cuda", torch.float16, enabled=train and model is not exact),
-            ):
-                outs.append(call(x.double() if model is exact else x))
-            if train:
-                (outs[-1].float().square().sum() / 8).backward()
-        as_good(*(out.detach() for out in outs))
-        if train:
-            as_good(
-                *(
-                    torch.cat([p.grad.double().flatten() for p in model.parameters()])
-                    for model in (mine, theirs, exact)
-                )
-            )
-    directions = ("fprop", "dgrad", "wgrad") if train else ("fprop",)
-    assert all(served_by(direction, ours) for direction in directions)
 
 
 def test_random_numbers_of_the_user_go_on_beside_graphs() -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from hazards.base import Net, Run, assert_same
 from layers_on_gpu import ours_first
+from shared import python_says
 from torch import Tensor, nn
 
 import confpred
@@ -125,6 +124,7 @@ sys.path[:0] = sys.argv[1:]
 import torch, confpred
 from hazards.base import Run, assert_same
 from layers_on_gpu import ours_first
+from shared import python_says
 with ours_first() as ours:
     both = []
     for optimized in (False, True):
@@ -145,11 +145,7 @@ print("the same")
 ], ids=str)  # fmt: skip
 def test_a_process_with_another_allocator(setting: dict[str, str]) -> None:
     paths = [os.path.abspath(path) for path in (".", "tests", "tests/gpu")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *paths], env=os.environ | setting, text=True,
-        capture_output=True, timeout=240,
-    )  # fmt: skip
-    assert done.stdout.strip().endswith("the same"), done.stderr[-3000:]
+    assert python_says("-c", PROGRAM, *paths, **setting).strip().endswith("the same")
 
 
 def test_a_pass_that_waits_for_a_backward_pass_says_so_once(caplog) -> None:

@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
-from launching import Config, outside
+from launching import Config, assert_repeats, outside
 from layers import CONVOLUTIONS, random_legal_layer
 from references import random_inputs, reference, some_rows
 
@@ -85,28 +84,11 @@ def test_the_samplers_check_agrees(family: Family, device: Device) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @every_family
 def test_deterministic_configs_repeat_to_the_bit(family: Family, seed: int, device: Device) -> None:
-    """Also while other work keeps the multiprocessors from starting blocks in the usual order."""
     problem, rows = deterministic_problem(family, seed, device)
     inputs = random_inputs(family, problem, seed)
-    noise = torch.rand(2048, 2048, device="cuda")
-    side = torch.cuda.Stream()
     for row in rows:
-        config = Config(family, problem, row, inputs)
-        first: dict[str, torch.Tensor] | None = None
-        for repeat in range(REPEATS):
-            config.poison_outputs()
-            if repeat % 2:
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    for _ in range(3):
-                        noise @ noise
-            config.enqueue()
-            results = config.results()
-            if first is None:
-                first = results
-            for name, result in results.items():
-                same = torch.equal(bits(result), bits(first[name]))
-                assert same, f"{name}: {problem} {config_dict(family, row)}"
+        told = f"{problem} {config_dict(family, row)}"
+        assert_repeats(Config(family, problem, row, inputs), REPEATS, told)
 
 
 def deterministic_problem(family: Family, seed: int, device: Device) -> tuple[Problem, list[int]]:
@@ -118,10 +100,6 @@ def deterministic_problem(family: Family, seed: int, device: Device) -> tuple[Pr
             problem = replace(problem, deterministic=True)
         if family.legal(problem, device).any():
             return problem, some_rows(family, problem, device, rng, 2, 3)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype is torch.float32 else torch.int16)
 
 
 @pytest.mark.parametrize("seed", range(4))

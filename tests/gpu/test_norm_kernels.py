@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from launching import Config
+from launching import Config, assert_repeats
 from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
 
 from confpred.families.protocol import Family, config_dict
@@ -77,25 +77,10 @@ def test_a_mean_of_a_thousand_deviations_is_right(
 
 @every_family
 def test_a_result_repeats_to_the_bit(family: Family, device: Device) -> None:
-    """Also while other work keeps the multiprocessors from starting blocks in the usual order."""
     problem = BatchNorm(16, 28, 28, 96, activation="relu", direction=family.direction)
     inputs, rows = inputs_of(problem, 0), legal_rows(family, problem, device)
-    noise, side = torch.rand(2048, 2048, device="cuda"), torch.cuda.Stream()
     for row in rows[:: max(1, len(rows) // 6)]:
-        config = Config(family, problem, row, inputs)
-        first: dict[str, torch.Tensor] = {}
-        for repeat in range(6):
-            config.poison_outputs()
-            if repeat % 2:
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    for _ in range(3):
-                        noise @ noise
-            config.enqueue()
-            results = config.results()
-            first = first or results
-            for name, result in results.items():
-                assert torch.equal(result.view(torch.uint8), first[name].view(torch.uint8)), name
+        assert_repeats(Config(family, problem, row, inputs), 6, f"config {row}")
 
 
 def test_what_was_an_output_before_is_an_input_of_the_problem(device: Device) -> None:

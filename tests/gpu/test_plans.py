@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared import python_says
 from torch import nn
 
 import confpred
@@ -146,14 +146,9 @@ def test_a_start_with_kernels_asks_no_compiler(tmp_path: Path, device: Device) -
     assert plan.devices == (device,)
     assert any(choice.family is not None for choice in plan.choices)
     (tmp_path / "made").rename(tmp_path / "moved")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_START), str(tmp_path / "moved")],
-        env=os.environ | {"CONFPRED_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "as PyTorch's\n"), done.stderr
+    cache = {"CONFPRED_CACHE_DIR": str(tmp_path / "cache")}
+    said = python_says("-c", textwrap.dedent(_START), tmp_path / "moved", **cache)
+    assert said == "as PyTorch's\n"
     assert not (tmp_path / "cache").exists()
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hazards.programs import capture
 from layers_on_gpu import LAST, PlansFirst, close, launched_plans
+from shared import python_says
 from torch import nn
 
 import confpred
@@ -148,16 +146,8 @@ _CAPTURE = """
 @pytest.mark.parametrize("activation", ["relu", "silu"])  # ready in cuDNN, and compiled by it
 def test_a_process_whose_first_plan_is_met_in_a_capture(activation: str, tmp_path: Path) -> None:
     """The handle, the plan and its kernels are made while the graph is captured."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_CAPTURE), str(Path(__file__).parent), activation],
-        env=os.environ | {"CONFPRED_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "right\n"
+    words = ("-c", textwrap.dedent(_CAPTURE), Path(__file__).parent, activation)
+    assert python_says(*words, CONFPRED_CACHE_DIR=str(tmp_path)) == "right\n"
 
 
 def test_a_shape_that_is_new_to_a_capture(launched) -> None:

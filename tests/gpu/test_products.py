@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from shared import python_says
 
 import confpred
 from confpred.families.protocol import Candidate, Family, config_dict
@@ -310,14 +309,7 @@ def test_a_bound_lets_a_pinned_strassen_run(device: Device, tmp_path: Path) -> N
     pins = tmp_path / "pins.json"
     content = {"format": "confpred-pins/1", "operation": "linear_chain", "pins": [pin]}
     pins.write_text(json.dumps(content))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(pins)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(python_says("-c", PROGRAM, pins).splitlines()[-1])
     assert found["bounded"][0] == "linear_strassen"
     assert found["bounded"][1] < strassen.error_of(problem)
     assert found["default"][0] != "linear_strassen"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import confpred as confpred_runs
 
 import confpred
 from confpred.cuda import driver
@@ -20,8 +19,6 @@ from confpred.problem.device import Device
 from confpred.pytorch.run import choosing
 from confpred.retraining.offers import to_judge_by, to_learn_from
 
-PROGRAM = "from confpred.cli import main; main()"
-
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -29,17 +26,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
-
-
 def test_retrain_measures_trains_and_comes_to_a_verdict(places: Path, repository: Path) -> None:
     whole = read_suite(repository / "datasets/suites/fprop.json")
     few = (*to_learn_from(whole)[:40], *to_judge_by(whole)[:20])
     write_suite(Suite("few", few), places / "few.json")
     session = ("--suite", places / "few.json", "--folder", places / "session")
-    done = command("retrain", "--device", "cuda:0", "--budget", "60s", *session)
+    words = ("retrain", "--device", "cuda:0", "--budget", "60s")
+    done = confpred_runs(*words, *session, timeout=280)
     assert done.returncode in (0, 3), done.stderr
     assert "published: " in done.stdout
     assert (places / "models").exists() == (done.returncode == 0)
@@ -49,7 +42,7 @@ def test_retrain_measures_trains_and_comes_to_a_verdict(places: Path, repository
 def test_drift_times_the_model_of_this_gpu_again(device: Device) -> None:
     if device.key not in Predictor.load().models:
         pytest.skip(f"no model of {device.key}")
-    done = command("drift", "--count", "12", "--json")
+    done = confpred_runs("drift", "--count", "12", "--json", timeout=280)
     found = json.loads(done.stdout)
     assert done.returncode == (0 if found["holds"] else 1), done.stderr
     assert 0.5 < found["ratio"] < 2

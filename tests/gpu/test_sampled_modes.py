@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
+from command_line import worked
 
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, write_suite
@@ -22,8 +21,7 @@ def test_rows_of_both_modes_and_of_anchors(tmp_path: Path, repository: Path) -> 
     words = ["sample", "--suite", suite, "--out", folder, "--configs", 2, "--gpus", 0]
     words += ["--cudnn-mode", "benchmark", "--cudnn-mode", "heuristics"]
     words += ["--anchors", repository / "datasets" / "anchors" / "anchors.json"]
-    command = [sys.executable, "-c", "from confpred.cli import main; main()", *map(str, words)]
-    subprocess.run(command, check=True)
+    worked(*words, timeout=280)
     rows = pa.concat_tables(read(p, CONVOLUTION) for p in folder.glob("rows-*")).to_pylist()
     modes = Counter(row["cudnn_mode"] for row in rows if row["family"] == "pytorch")
     assert modes == {"benchmark": 1, "heuristics": 1}

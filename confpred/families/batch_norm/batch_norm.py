@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Floats, Mask, Rows
-from confpred.families.table import config_columns, config_table
+from confpred.families.protocol import Array, Mask, Rows
+from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
@@ -42,7 +43,7 @@ _STATISTICS = (
 )  # fmt: skip
 
 
-class _Passes(ABC):
+class _Passes(Described):
     """Base of both families of a direction.
 
     Attributes:
@@ -100,9 +101,6 @@ class _Passes(ABC):
         )
         return legal & (problem.direction == self.direction)
 
-    @abstractmethod
-    def legal(self, problem: BatchNorm, device: Device) -> Mask: ...
-
     def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread of the launch that has more of them."""
         accesses = (1 + problem.is_backward + problem.residual) * t["unroll"] * t["vector_bytes"]
@@ -116,21 +114,6 @@ class _Passes(ABC):
     def _smem_bytes(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
         kept = self._kept(problem, t) * _step_bytes(problem, t)
         return t["sum_bytes"] + kept
-
-    def estimate_s(self, problem: BatchNorm, device: Device, rows: Rows) -> Floats:
-        return self._derived(problem, device, rows)["estimate"]
-
-    def features(self, problem: BatchNorm, device: Device, rows: Rows) -> NDArray[np.float32]:
-        own = BATCH_NORM.features(problem, device)[0]
-        known = {
-            **dict(zip(BATCH_NORM.feature_names, own, strict=True)),
-            **self._derived(problem, device, rows),
-        }
-        known["log_estimate"] = np.log2(known["estimate"] / device.roofline_s(problem))
-        matrix = np.empty((len(rows), len(self.feature_names)), np.float32)
-        for index, name in enumerate(self.feature_names):
-            matrix[:, index] = known[name]
-        return matrix
 
     def _derived(self, problem: BatchNorm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
         """Return features by name, and ``estimate`` in seconds: what crosses device memory, less
@@ -171,9 +154,6 @@ class _Passes(ABC):
     def _fixed_s(self, problem: BatchNorm) -> float:
         """Return the seconds that no config avoids."""
 
-    @abstractmethod
-    def launch(self, problem: BatchNorm, row: int) -> Launch: ...
-
     def _one(self, problem: BatchNorm, row: int) -> dict[str, int]:
         """Return the layout of one config, as numbers."""
         layout = self._layout(problem, np.array([row]))
@@ -188,37 +168,27 @@ def _step_bytes(problem: BatchNorm, t: Any) -> Any:
     return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
 
 
-def _step(
-    problem: BatchNorm,
-    t: dict[str, int],
-    kernel: tuple[str, str],
-    operands: tuple[str, ...],
-    *,
-    activation: str | None = None,
-    residual: bool | None = None,
-    more: tuple[tuple[str, int], ...] = (),
-    **others: Any,
-) -> Step:
-    """Return the step of a `kernel`, its file and entry; `activation` and `residual` where they are
-    not those of the problem."""
-    p, (file, entry) = problem, kernel
-    which = (
-        ("BACKWARD", int(p.is_backward))
-        if "one_pass" in file
-        else ("KERNEL", f"KERNEL_{entry.rpartition('_')[2].upper()}")
-    )
+def _step(p: BatchNorm, t: dict[str, int], entry: str, operands: tuple[str, ...]) -> Step:
+    """Return the step of the kernel called `entry` for a problem `p`, which may be the part of the
+    family's that the kernel computes."""
+    file, more, kept = "batch_norm", common.macros(), dict[str, int]()
+    which = common.macros(KERNEL=f"KERNEL_{entry.rpartition('_')[2].upper()}")
+    if one_pass := "one_pass" in entry:
+        file, which = "batch_norm_one_pass", common.macros(BACKWARD=int(p.is_backward))
+        more, kept = common.macros(MIN_BLOCKS=t["per_sm"]), {"kept": t["kept"]}
     scalars = {
         "rows": p.rows,
         "channels": p.c,
         "lanes": t["used_lanes"],
         **{name: t[name] for name in ("tiles", "at_once", "steps", "splits")},
+        **kept,
     }
     smem_bytes = 0 if entry in ("batch_norm_apply", "batch_norm_gradient") else t["smem_bytes"]
     defines = (
-        which,
+        *which,
         dtype_macro(p),
-        activation_macro(p.activation if activation is None else activation),
-        ("HAS_RESIDUAL", int(p.residual if residual is None else residual)),
+        activation_macro(p.activation),
+        ("HAS_RESIDUAL", int(p.residual)),
         ("FROZEN", int(p.frozen)),
         ("STREAM", int(p.tensor_bytes > STREAM_BYTES)),
         *((name.upper(), t[name]) for name in ("vector", "unroll", "threads")),
@@ -231,8 +201,8 @@ def _step(
         block=(t["block_threads"], 1, 1),
         smem_bytes=smem_bytes,
         operands=operands,
-        scalars=scalars | ({"kept": t["kept"]} if file == "batch_norm_one_pass" else {}),
-        **others,
+        scalars=scalars,
+        cooperative=one_pass and t["splits"] > 1,
     )
 
 
@@ -272,27 +242,23 @@ class TwoPass(_Passes):
         return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + _TICKET_S
 
     def launch(self, problem: BatchNorm, row: int) -> Launch:
-        p, t, file = problem, self._one(problem, row), "batch_norm"
+        p, t = problem, self._one(problem, row)
+        plain = replace(p, activation="none", residual=False)
         if not p.is_backward:
-            apply = _step(
-                p, t, (file, "batch_norm_apply"),
-                ("out", "in", "weight", "bias", "residual", *p.statistics, "eps"),
-            )  # fmt: skip
-            statistics = _step(
-                p, t, (file, "batch_norm_statistics"), ("in", *_STATISTICS, ZEROED, SCRATCH),
-                activation="none", residual=False,
-            )  # fmt: skip
+            inputs = ("in", "weight", "bias", "residual", *p.statistics, "eps")
+            apply = _step(p, t, "batch_norm_apply", ("out", *inputs))
+            operands = ("in", *_STATISTICS, ZEROED, SCRATCH)
+            statistics = _step(plain, t, "batch_norm_statistics", operands)
             return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
         sums = _step(
-            p, t, (file, "batch_norm_sums"),
+            p, t, "batch_norm_sums",
             ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
              "bias", "residual", *p.statistics, "eps", ZEROED, SCRATCH),
         )  # fmt: skip
         gradient = _step(
-            p, t, (file, "batch_norm_gradient"),
+            plain if p.residual else p, t, "batch_norm_gradient",
             ("in_grad", "residual_grad" if p.residual else "out_grad", "in", "weight", "bias",
              "mean", "invstd", SCRATCH),
-            activation="none" if p.residual else None, residual=False,
         )  # fmt: skip
         return _launch(p, (sums,) if p.frozen else (sums, gradient), t)
 
@@ -357,11 +323,7 @@ class OnePass(_Passes):
                 "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
                 "bias", "residual", "mean", "invstd",
             )  # fmt: skip
-        step = _step(
-            p, t, ("batch_norm_one_pass", entry), (*operands, ZEROED, SCRATCH),
-            more=(("MIN_BLOCKS", t["per_sm"]),), cooperative=t["splits"] > 1,
-        )  # fmt: skip
-        return _launch(p, (step,), t)
+        return _launch(p, (_step(p, t, entry, (*operands, ZEROED, SCRATCH)),), t)
 
 
 FAMILIES = (

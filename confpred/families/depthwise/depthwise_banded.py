@@ -62,18 +62,6 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows)
 
 
-def handles(problem: Problem) -> bool:
-    """Whether `problem` is a layer that the kernels compute, whatever its direction."""
-    return (
-        problem.dtype != "float32"
-        and depthwise.handles(problem)
-        and problem.stride == (1, 1)
-        and depthwise.dilation(problem) == (1, 1)
-        and problem.k == problem.c
-        and problem.c % 8 == 0  # copies are of 16 bytes
-    )
-
-
 # ``depthwise_banded.cuh`` works all of this out from its macros too, and the kernels assert that
 # the threads, the runs and the shared memory of a block are the same. `t` has the columns of some
 # configs.
@@ -229,6 +217,16 @@ class Banded(Shaped):
 
     kernel_fields = COMPILED
 
+    def _handles(self, problem: Problem) -> bool:
+        return (
+            problem.dtype != "float32"
+            and depthwise.handles(problem)
+            and problem.stride == (1, 1)
+            and depthwise.dilation(problem) == (1, 1)
+            and problem.k == problem.c
+            and problem.c % 8 == 0  # copies are of 16 bytes
+        )
+
     @abstractmethod
     def _walked(self, problem: Any) -> tuple[Any, Any]:
         """Return height and width of the image that blocks walk over."""
@@ -256,9 +254,6 @@ class DepthwiseBanded(Banded):
     configs = _config_table()
     kernel = "depthwise_banded"
     shared_features = _SHARED
-
-    def _handles(self, problem: Problem) -> bool:
-        return handles(problem)
 
     def _walked(self, problem: Any) -> tuple[Any, Any]:
         height, width = problem.each(common.image_sizes)[1]

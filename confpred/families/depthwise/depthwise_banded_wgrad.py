@@ -65,7 +65,7 @@ class DepthwiseBandedWgrad(banded.Banded):
 
     def _handles(self, problem: Problem) -> bool:
         return (
-            banded.handles(problem)
+            super()._handles(problem)
             and problem.s <= _MAX_WIDTH
             and problem.filter_elements + problem.c <= common.MAX_INT
         )

@@ -156,12 +156,8 @@ class GroupedWgrad(Shaped):
         return table.kept(_shape, window_of(problem))
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, config, w, window = (
-            problem,
-            self.configs[row],
-            self._one(problem, row),
-            window_of(problem),
-        )
+        p, config, w = problem, self.configs[row], self._one(problem, row)
+        window = window_of(p)
         vertical, horizontal = window.vertical, window.horizontal
         reduction, parts, elements = int(config["reduction"]), int(w.parts), _elements(p)
         defines = (

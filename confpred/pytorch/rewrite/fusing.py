@@ -118,9 +118,12 @@ def _shortened(
 
     found = []
     for chain in reversed(chains):  # what reads a result comes before it
+        norm = chain.norm
         if is_faster_alone(chain):
+            if norm is not None:
+                found.append(following.Chain(chain.nodes[1:3], norm))
             chain = following.Chain(chain.nodes[:1])
-        elif chain.nodes[0] is not chain.norm:
+        elif chain.nodes[0] is not norm:
             taken.update(chain.nodes[1:])
         found.append(chain)
     return found[::-1]
@@ -182,6 +185,8 @@ def _replace(
     `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
+        if not has_pass:
+            _spell_out(chain.norm)
         if not has_pass or len(chain.nodes) == 1:
             return  # Inductor's pass follows, or nothing
         if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
@@ -199,6 +204,23 @@ def _replace(
         call = sites.call_of(node, [site], wishes, activation=chain.activation)
         operands = (x, weight, scale, bias, chain.residual)
         put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
+
+
+def _spell_out(norm: Any) -> None:
+    """Put a product and a sum with folded vectors in the place of a norm, in float32. PyTorch's
+    formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
+    longer than its memory."""
+    first = None if norm is None else following.first_result(norm)
+    if first is None:
+        return
+    graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
+    vectors = _fold(following.Chain((norm, first), norm), None, None)
+    with graph.inserting_before(first):
+        y = graph.call_function(convert, (norm.args[0], torch.float32))
+        for target, vector in zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True):
+            column = graph.call_function(aten.reshape.default, (vector, [1, -1, 1, 1]))
+            y = graph.call_function(target, (y, column))
+    put_in_place(first, convert, (y, val_of(first).dtype))
 
 
 def _loses_precision(chain: following.Chain, values: Mapping[Any, Any]) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from slow import slow_but
 from timm_networks import timm
 
 from confpred.cli.benchmark import benchmark
@@ -36,7 +37,7 @@ def _run(*words: object) -> Result:
     return CliRunner().invoke(benchmark, [*map(str, words)])
 
 
-@pytest.mark.parametrize("mode", [[], ["--train"]])
+@pytest.mark.parametrize("mode", slow_but([[]], [[], ["--train"]], "four ways of training"))
 def test_a_network_of_a_file_is_timed_in_every_way(mine: Path, mode: list[str]) -> None:
     words = ("--shape", "2x3x8x8", "--device", "cpu", "--dtype", "bfloat16", "--rounds", "1")
     done = _run(f"{mine}:build", *words, *mode, "--compare", "inductor=False", "--json")

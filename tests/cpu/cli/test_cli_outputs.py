@@ -17,6 +17,7 @@ import pytest
 from command_line import confpred, worked
 from sampler_rows import ROW, fill, other
 from shared import room_for
+from slow import slow_but
 
 from confpred.cli import Stopped
 from confpred.concurrency import stops_held
@@ -243,11 +244,15 @@ cross_validate._of_fold = of_fold
 
 @pytest.mark.parametrize(
     ("number", "to_all", "code", "word"),
-    [
-        (signal.SIGKILL, False, -signal.SIGKILL, None),
-        (signal.SIGINT, True, 130, "interrupted"),  # as the terminal sends it
-        (signal.SIGTERM, False, 143, "terminated"),
-    ],
+    slow_but(
+        [(signal.SIGINT, True, 130, "interrupted")],
+        [
+            (signal.SIGKILL, False, -signal.SIGKILL, None),
+            (signal.SIGINT, True, 130, "interrupted"),  # as the terminal sends it
+            (signal.SIGTERM, False, 143, "terminated"),
+        ],
+        "helper processes start",
+    ),
 )
 def test_helper_processes_end_with_train(
     measurements: Path, tmp_path: Path, number: int, to_all: bool, code: int, word: str | None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from client_servers import Answer, ToldServer
-from served import running
+from served import copy_model, running
+from shared import python, python_says
 
 from confpred.client import AsyncClient, Client, Trace, clients
 from confpred.client.answers import retry_after_s
@@ -212,11 +210,9 @@ def test_an_answer_is_kept_for_a_while_only(local: Predictor) -> None:
 def test_a_server_that_is_restarted_with_another_model_is_noticed(
     local: Predictor, model_folder: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "made-up-2"
-    shutil.copytree(model_folder, other)
-    card = json.loads((other / "card.json").read_text())
-    card["bounds"]["offsets"] = dict.fromkeys(card["bounds"]["offsets"], 2.0)
-    (other / "card.json").write_text(json.dumps(card))
+    other, bounds = tmp_path / "made-up-2", local.models["h100"].card.content["bounds"]
+    offsets = dict.fromkeys(bounds["offsets"], 2.0)
+    copy_model(model_folder, other, bounds=bounds | {"offsets": offsets})
     with running(tmp_path, "--model", str(model_folder)) as server:
         client = Client(server.url, timeout_s=60, retries=50)
         assert client.choose(LAYER, "h100").model == "made-up-1"
@@ -274,7 +270,7 @@ with ThreadPoolExecutor(16) as threads:
 assert all(answer.result() for answer in answers)
 """
     with ToldServer(local) as server:
-        subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=100)
+        python_says("-c", program, server.url)
         assert len(server.connections) <= 16 + 8
 
 
@@ -326,6 +322,5 @@ def check_refused(body: bytes) -> None:
 
 def test_without_httpx_the_extra_is_named() -> None:
     program = "import sys; sys.modules['httpx'] = None\nimport confpred.client"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
+    last = python("-c", program).stderr.splitlines()[-1]
     assert last.endswith(f"this needs httpx: {install_command('client')}")

@@ -25,11 +25,14 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("mark", "text"), BLOCKS, ids=range(len(BLOCKS)))
-def test_the_blocks_run(mark: str, text: str, plain_server: Server, tmp_path: Path) -> None:
+def test_the_blocks_run(
+    mark: str, text: str, plain_server: Server, model_folder: Path, tmp_path: Path
+) -> None:
     assert mark.startswith("run")
     assert "http://127.0.0.1:8000" in text
+    text = text.replace("http://127.0.0.1:8000", plain_server.url)
     done = subprocess.run(
-        [sys.executable, "-c", text.replace("http://127.0.0.1:8000", plain_server.url)],
+        [sys.executable, "-c", text.replace("load()", f"load({str(model_folder)!r})")],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if not name.startswith("CONFPRED")},
         capture_output=True,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 from client_servers import Answer, ToldServer
 from served import running
+from shared import python
 
 from confpred.client import Client
 from confpred.client.served import ServedPredictor, predictor_at
@@ -150,11 +148,6 @@ def test_the_other_variables_are_checked(
 
 def run(program: str, **variables: str) -> tuple[str, str]:
     """Output and warnings of a fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", program, **variables)
+    assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared import python_says
 
 from confpred.cuda import compiler
 from confpred.cuda.cache import KernelCache
@@ -48,14 +46,7 @@ def test_the_threads_of_a_fresh_process_find_the_compiler_whole(tmp_path: Path) 
         "from confpred.problem.operation import KernelSpec\n"
         f"print(len(compile_all({SMALL!r}, '{ARCH}', threads=6)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"CONFPRED_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{len(SMALL)}\n"), done.stderr
+    assert python_says("-c", program, CONFPRED_CACHE_DIR=str(tmp_path)) == f"{len(SMALL)}\n"
 
 
 def test_a_kernel_given_twice_is_compiled_once(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from layers import first_kernel
+from shared import python
 
 from confpred.families.registry import all_families
 
@@ -61,7 +60,5 @@ print(hung, "hung")
 def test_no_child_hangs_that_was_forked_while_threads_compile(tmp_path: Path) -> None:
     kernel = first_kernel(all_families()["grouped_fprop"])
     program = _PROGRAM.format(kernel=kernel)
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=280
-    )
+    done = python("-c", program, tmp_path)
     assert (done.stdout, done.stderr) == ("0 hung\n", "")

@@ -21,8 +21,21 @@ from strategies import problems, problems_of
 
 from confpred.families.common import ATOMIC
 from confpred.families.kernel_text import file_text
-from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import family_named
+from confpred.families.protocol import (
+    ABSENT,
+    PYTORCH,
+    PYTORCH_OPERATOR,
+    Candidate,
+    Family,
+    config_dict,
+)
+from confpred.families.registry import (
+    all_families,
+    config_ids,
+    config_of,
+    config_words,
+    family_named,
+)
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.operation import SCRATCH, ZEROED
 from confpred.problem.record import Record
@@ -30,7 +43,7 @@ from confpred.problem.record import Record
 FAMILIES = CONVOLUTIONS | NORMS
 WGRAD = [f for f in CONVOLUTIONS.values() if ("wgrad" in dict(served(f)))]
 #: Operands that some problems lack; kernels are given a null for them.
-ABSENT = {
+LACKING = {
     *("bias", "residual", "bias_grad", "weight", "weight_grad", "residual_grad", "momentum"),
     *(f"{age}running_{name}" for age in ("", "new_") for name in ("mean", "var")),
     *("mean", "invstd", "eps"),
@@ -66,6 +79,7 @@ def test_the_config_table_is_a_constant_of_distinct_rows(family: Family) -> None
 
 @every_convolution
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_legality_is_a_mask_over_the_table(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -79,6 +93,7 @@ def test_legality_is_a_mask_over_the_table(
 
 @every_family
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_every_legal_config_can_be_launched(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -94,7 +109,7 @@ def test_every_legal_config_can_be_launched(
         used = {name for step in launch.steps for name in step.operands}
         assert outputs <= used
         # Names of operands that the problem lacks, as a null bias, are known all the same.
-        assert used <= operands | ABSENT | {ZEROED, SCRATCH}
+        assert used <= operands | LACKING | {ZEROED, SCRATCH}
         assert ZEROED in used or not launch.zeroed_bytes
         assert SCRATCH in used or not launch.scratch_bytes
         for step in launch.steps:
@@ -112,6 +127,7 @@ def test_every_legal_config_can_be_launched(
 
 @every_family
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_features_and_estimates_are_finite(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -159,6 +175,7 @@ def test_feature_names_are_distinct_and_each_varies(family: Family) -> None:
 
 @pytest.mark.parametrize("family", WGRAD, ids=lambda family: family.name)
 @given(data=st.data(), device=devices)
+@settings(max_examples=50)
 def test_what_is_deterministic_is_legal_whether_asked_for_or_not(
     family: Family, data: st.DataObject, device: Device
 ) -> None:
@@ -168,3 +185,26 @@ def test_what_is_deterministic_is_legal_whether_asked_for_or_not(
     assert not np.any(repeatable & ~fast)
     assert not np.any(repeatable & (family.configs["reduction"] == ATOMIC))
     assert repeatable.any() == fast.any()
+
+
+# One value names a way to compute a problem, whoever computes it.
+
+
+def test_pytorchs_operator_is_a_candidate_like_others() -> None:
+    assert PYTORCH_OPERATOR.provider == PYTORCH
+    assert PYTORCH not in all_families()
+    assert config_of(PYTORCH_OPERATOR) == {}
+    assert config_words(PYTORCH_OPERATOR) == ""
+    assert config_ids(PYTORCH) == {"": PYTORCH_OPERATOR.config_id}
+
+
+@pytest.mark.parametrize("name", all_families())
+def test_words_name_each_config_of_a_family(name: str) -> None:
+    configs = all_families()[name].configs
+    ids = config_ids(name)
+    assert list(ids.values()) == list(range(len(configs)))
+    last = Candidate(name, len(configs) - 1)
+    config = {field: configs[field][-1] for field in configs.dtype.names}
+    config = {field: value for field, value in config.items() if value != ABSENT}
+    assert config_of(last) == config
+    assert config_words(last) == " ".join(f"{field}={value}" for field, value in config.items())

@@ -30,7 +30,7 @@ def check(family: Family, problem: BatchNorm, rows: list[int], inputs=None) -> N
         assert not found, f"{found}: {problem} {config_dict(family, row)}"
 
 
-@pytest.mark.parametrize("seed", slow_but(range(2), range(12), "seconds each"))
+@pytest.mark.parametrize("seed", slow_but((1,), range(12), "seconds each"))
 @every_family
 def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -> None:
     rng = random.Random(f"{family.name} {seed}")

@@ -100,8 +100,10 @@ def wrong(found: Tensor, inputs: Tensors, activation: str) -> int:
     return int((~((found.double() - right).abs() <= bound)).sum())  # NaN is wrong too
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    slow_but(list(zip(KINDS, cycle(DTYPES))), product(KINDS, DTYPES), "seconds each"),
+)
 def test_equals_pytorch_in_float64(kind: str, dtype: str) -> None:
     absences = [(), ("residual",)]
     if kind == "epilogue":

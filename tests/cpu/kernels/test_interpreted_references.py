@@ -62,7 +62,7 @@ def random_problem(rng: random.Random, direction: str, groups: int) -> Problem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", slow_but((0, 1), range(5), "the interpreter takes its time"))
+@pytest.mark.parametrize("seed", slow_but((1,), range(5), "the interpreter takes its time"))
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_references_are_right(direction: str, groups: int, seed: int) -> None:

@@ -4,16 +4,14 @@ compiler."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from shared import python
 
 import confpred
 from confpred.cuda import compiler, driver
@@ -93,17 +91,9 @@ def test_the_folder_is_whole_and_small(made: Path) -> None:
 def test_another_process_starts_without_a_compiler_or_a_model(made: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(made, tmp_path / "elsewhere")
     cache = tmp_path / "cache"
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(moved), str(DEPTHWISE)],
-        env=os.environ | {"CONFPRED_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", START, moved, DEPTHWISE, CONFPRED_CACHE_DIR=str(cache))
     row = plan().choices[0].config_id
-    assert done.stdout == f"pinned depthwise_fprop {row}\n"
-    assert done.stderr == ""
+    assert (done.stdout, done.stderr) == (f"pinned depthwise_fprop {row}\n", "")
     assert not cache.exists()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import lightgbm
@@ -56,16 +59,6 @@ def test_a_measured_problem_gets_its_best_config(predictor, measured):
         assert choice.predicted_ms == pytest.approx(best.time_ms)
         assert choice.regret_bound is None
         assert choice.model == "made-up-1"
-
-
-def test_an_unseen_problem_gets_a_prediction(predictor):
-    choice = predictor.choose(UNSEEN, "h100")
-    assert choice.source == "predicted"
-    assert choice.regret_bound >= 1
-    assert not choice.extrapolated
-    if choice.family is not None:
-        assert FAMILY.legal(UNSEEN, H100)[choice.config_id]
-        assert dict(choice.config) == config_dict(FAMILY, choice.config_id)
 
 
 def test_predictions_are_those_of_lightgbm(predictor, model_folder):
@@ -130,6 +123,8 @@ def test_a_choice_says_where_its_knowledge_is_from(predictor, measured):
     own, transferred = (predictor.choose(UNSEEN, device) for device in ("h100", "a100"))
     assert (own.source, transferred.source) == ("predicted", "transferred")
     assert own.regret_bound > 1
+    assert not own.extrapolated
+    assert own.family is None or dict(own.config) == config_dict(FAMILY, own.config_id)
     assert (own.confidence, own.measured_on) == (0.95, "h100")
     best = predictor.choose(next(iter(measured)), "h100")
     assert (best.source, best.confidence, best.measured_on) == ("measured", None, "h100")
@@ -249,3 +244,19 @@ def test_a_pin_goes_before_everything(model_folder, predictor, measured):
     assert pinned.choose(known, "a100").source == "transferred"
     choice = pinned.choose(STRIDED, "h100")
     assert (choice.source, choice.candidate) == ("pinned", PYTORCH_OPERATOR)
+
+
+# Predictors that are loaded again and again, as a service does at each reload, leave nothing.
+
+
+def test_a_predictor_that_goes_takes_its_memory_along(model_folder: Path) -> None:
+    sizes = []
+    tracemalloc.start()  # NumPy tells it of its arrays
+    try:
+        for _ in range(6):
+            Predictor.load(model_folder).choose_many(neighbours(3), "h100")
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(after - before for before, after in pairwise(sizes[2:])) < 50_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import python
 
 from confpred.concurrency import Recent, Remembered
 from confpred.predict.predictor import Predictor
@@ -65,8 +64,8 @@ def test_what_threads_ask_at_once_is_worked_out_once(loaded: Predictor) -> None:
 def test_threads_do_distinct_work_once(loaded: Predictor) -> None:
     """Eight threads cost as much as one thread, and not the work of each other again."""
     alone, together = [], []
-    for turn in range(4):
-        asked = layers(160, 1000 * turn)
+    for turn in range(3):
+        asked = layers(80, 1000 * turn)
         alone.append(ask(Predictor(loaded.models), [asked]))
         predictor = Counting(loaded.models)
         together.append(ask(predictor, [asked[i::THREADS] for i in range(THREADS)]))
@@ -186,24 +185,21 @@ for thread in threads:
 print(hung, "hung")
 """
 _PREDICTING = """
-predictor = Predictor.load()
+predictor = Predictor.load(sys.argv[1])
 def work(i):
     predictor.choose(replace(layer, n=1 + i % 50, h=31 + i // 50 % 1000), "h100")
 """
 
 
 def forked(*arguments: Path, **parts: object) -> str:
-    program = _FORKING.format(**parts)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200
-    )
+    done = python("-c", _FORKING.format(**parts), *arguments)
     assert done.stderr == ""
     return done.stdout.strip()
 
 
-def test_no_child_hangs_that_was_forked_while_a_thread_predicts() -> None:
+def test_no_child_hangs_that_was_forked_while_a_thread_predicts(model_folder: Path) -> None:
     child = 'predictor.choose(replace(layer, k=320, n=2 + turn), "h100")'
-    assert forked(setup=_PREDICTING, threads=1, turns=20, child=child) == "0 hung"
+    assert forked(model_folder, setup=_PREDICTING, threads=1, turns=8, child=child) == "0 hung"
 
 
 def test_no_child_hangs_at_what_threads_are_working_out(model_folder: Path) -> None:
@@ -216,20 +212,20 @@ shared = []
 work(0)
 """
     child = "[p.choose(replace(layer, n=3), 'h100') for p in list(shared)]"
-    assert forked(model_folder, setup=setup, threads=3, turns=20, child=child) == "0 hung"
+    assert forked(model_folder, setup=setup, threads=3, turns=12, child=child) == "0 hung"
 
 
-def test_a_forked_child_may_fork_again() -> None:
+def test_a_forked_child_may_fork_again(model_folder: Path) -> None:
     child = (
         "grandchild = os.fork(); work(turn); "
         "os._exit(0) if grandchild == 0 else os.waitpid(grandchild, 0)"
     )
-    assert forked(setup=_PREDICTING, threads=2, turns=5, child=child) == "0 hung"
+    assert forked(model_folder, setup=_PREDICTING, threads=2, turns=5, child=child) == "0 hung"
 
 
-def test_a_process_ends_while_a_thread_of_its_predicts() -> None:
+def test_a_process_ends_while_a_thread_of_its_predicts(model_folder: Path) -> None:
     program = f"""
-import itertools, threading, time
+import itertools, sys, threading, time
 from dataclasses import replace
 from confpred import Predictor, Problem
 layer = Problem.parse("{LAYER}")
@@ -238,5 +234,5 @@ threading.Thread(target=lambda: [*map(work, itertools.count())], daemon=True).st
 time.sleep(0.3)
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True)
-        assert (done.returncode, done.stderr) == (0, b"")
+        done = python("-c", program, model_folder)
+        assert (done.returncode, done.stderr) == (0, "")

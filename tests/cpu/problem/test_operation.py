@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from itertools import cycle, product
@@ -17,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
-from sampler_rows import ROW, fill
+from sampler_rows import ROW
+from shared import python_says
 from strategies import problems
 
 from confpred.cuda.cache import KernelCache
@@ -115,7 +114,7 @@ def test_pytorchs_answer_has_the_shapes_of_the_operands(words: str) -> None:
     assert shapes == [o.shape for o in operands if o.terms]
 
 
-def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.CompletedProcess[str]:
+def with_plugins(folder: Path, plugins: str, program: str) -> str:
     """Run `program` where ``CONFPRED_FAMILIES`` names `plugins`, modules of `folder` or the example
     of ``docs/adding-a-kernel.md``."""
     (folder / "empty.py").write_text("")
@@ -126,13 +125,8 @@ def with_plugins(folder: Path, plugins: str, program: str) -> subprocess.Complet
     )
     example = str(Path(layer_norm.__file__).parent)
     paths = [str(folder), example, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)}
+    return python_says("-c", textwrap.dedent(program), **variables)
 
 
 def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) -> None:
@@ -151,8 +145,7 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         choices = Predictor({}).rank(layer, "h100", 32)
         assert "layer_norm" not in {choice.family for choice in choices}
     """
-    done = with_plugins(tmp_path, "layer_norm", program)
-    assert done.returncode == 0, done.stderr
+    with_plugins(tmp_path, "layer_norm", program)
 
 
 def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
@@ -175,9 +168,8 @@ def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
             try: all_families()
             except InvalidInput as error: print(error)
     """
-    done = with_plugins(tmp_path, "", program)
-    assert done.returncode == 0, done.stderr
-    for said, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
+    lines = with_plugins(tmp_path, "", program).splitlines()
+    for said, message in zip(lines, messages.values(), strict=True):
         assert message in said
 
 
@@ -200,14 +192,3 @@ def test_tables_of_another_operation_are_refused(tmp_path: Path) -> None:
         read_dataset([path])
     with open_store(tmp_path, "r", CONVOLUTION) as store, pytest.raises(DataError, match=words):
         store.measured("h100")
-
-
-def test_tables_of_two_operations_do_not_mix(tmp_path: Path) -> None:
-    fill(tmp_path / "a", [ROW])
-    (tmp_path / "b").mkdir()
-    path = foreign(tmp_path / "b" / "rows-x-00000.parquet")
-    with pytest.raises(DataError, match=r"rows-x-00000\.parquet .*'softmax', not of 'conv2d'"):
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all.parquet")
-    with pytest.raises(DataError, match=r"rows-x-00000\.parquet"):
-        read_dataset([tmp_path / "a", path])
-    assert not (tmp_path / "all.parquet").exists()

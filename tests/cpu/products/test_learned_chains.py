@@ -4,11 +4,10 @@ made-up times."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from shared import python_says
 
 PROGRAM = """
 import json, sys
@@ -77,14 +76,7 @@ print(json.dumps({
 @pytest.mark.slow(reason="a model is trained")
 def test_a_model_of_chains_is_trained_and_chooses(repository: Path, tmp_path: Path) -> None:
     suite = repository / "datasets" / "suites" / "linear_chains.json"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(suite), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(python_says("-c", PROGRAM, suite, tmp_path).splitlines()[-1])
     assert found["rows"] > 1000
     assert found["families"] == ["linear_epilogue", "linear_strassen"]
     assert found["source"] == "predicted"
@@ -103,13 +95,7 @@ def test_the_suite_is_what_its_script_makes(repository: Path, monkeypatch, tmp_p
         "write_suite(chain_suite.suite(), Path(sys.argv[2]))"
     )
     made = tmp_path / "made.json"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(repository / "datasets"), str(made)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python_says("-c", program, repository / "datasets", made)
     assert made.read_text() == file.read_text()
     problems = json.loads(file.read_text())["problems"]
     assert len(problems) > 400

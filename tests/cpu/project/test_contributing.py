@@ -145,6 +145,7 @@ print(json.dumps(create_app(Settings()).openapi()["components"]["schemas"]["Choi
 """
 
 
+@pytest.mark.slow(reason="a recipe is walked in a copy of the repository")
 def test_a_device_is_answered_for_at_once(copy: Path) -> None:
     (tested_and_predicted,) = walk("a device", copy)
     assert re.search(r"\d+ passed", tested_and_predicted)

@@ -136,6 +136,7 @@ def test_the_newest_pytorch_comes_with_one_cuda(tmp_path: Path, python: str) -> 
     assert ends == {cuda}
 
 
+@pytest.mark.slow(reason="pytest runs beside PyTorch")
 def test_what_passes_with_a_pytorch_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_a(): ...\ndef test_b(): assert 0\ndef test_c(): pytest.skip('c')\n"

@@ -73,6 +73,7 @@ def fault(name: str, old: str, new: str) -> Fault:
     return Fault(name, "sums", "confpred/arithmetic.py", old, new, ("test_sum.py",))
 
 
+@pytest.mark.slow(reason="it starts pytest five times")
 def test_faults_are_caught_missed_or_break_the_tests(project: Path) -> None:
     before = {path: path.read_bytes() for path in project.glob("**/*.py")}
     faults = [

@@ -45,6 +45,7 @@ def test_parts_share_the_problems(folder: Path) -> None:
     assert sum(problems(said(run(BLOCKS["run: parts"].text, folder)))) == every
 
 
+@pytest.mark.slow(reason="a part of a suite is planned")
 def test_a_task_of_the_slurm_array_plans_its_part(folder: Path) -> None:
     script = BLOCKS["run: slurm"].text
     (last,) = re.findall(r"--array=1-(\d+)", script)
@@ -54,6 +55,7 @@ def test_a_task_of_the_slurm_array_plans_its_part(folder: Path) -> None:
     assert some > 0
 
 
+@pytest.mark.slow(reason="a part of a suite is planned")
 def test_a_pod_of_the_kubernetes_job_plans_its_part(folder: Path) -> None:
     job = yaml.safe_load(BLOCKS["run: kubernetes"].text)
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared import python_says
 
 import confpred
 
@@ -15,13 +16,6 @@ HEAVY = (
     "torch", "pandas", "sklearn", "scipy", "pyarrow", "lightgbm", "xgboost", "matplotlib",
     "cuda", "fastapi", "uvicorn", "pydantic", "rich", "httpx",
 )  # fmt: skip
-
-
-def run_fresh(program: str) -> str:
-    """Standard output of `program` in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize(
@@ -40,7 +34,7 @@ def run_fresh(program: str) -> str:
 )
 def test_predicting_loads_none_of_the_heavy_packages(program: str) -> None:
     listing = "import sys; print('\\n' + ' '.join({m.partition('.')[0] for m in sys.modules}))"
-    loaded = run_fresh(f"{program}\n{listing}").splitlines()[-1].split()
+    loaded = python_says("-c", f"{program}\n{listing}").splitlines()[-1].split()
     assert "confpred" in loaded
     assert sorted(set(HEAVY) & set(loaded)) == []
 
@@ -48,11 +42,12 @@ def test_predicting_loads_none_of_the_heavy_packages(program: str) -> None:
 def test_predicting_needs_none_of_the_heavy_packages() -> None:
     """LightGBM's library is enough; what its Python part and the service need may be missing."""
     missing = sorted({*HEAVY, "starlette", "prometheus_client", "narwhals"} - {"lightgbm"})
-    told = run_fresh(
+    told = python_says(
+        "-c",
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
         "from confpred import Predictor, Problem\n"
         "layer = Problem.parse('n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1 groups=8')\n"
-        "print(Predictor.load().choose(layer, 'h100').source)"
+        "print(Predictor.load().choose(layer, 'h100').source)",
     )
     assert told == "predicted\n"
 
@@ -73,7 +68,7 @@ def test_importing_makes_no_files_and_starts_no_threads(tmp_path: Path) -> None:
         "confpred.Predictor, confpred.Problem\n"
         "print(threading.active_count(), os.listdir())"
     )
-    assert run_fresh(program).strip() == "1 []"
+    assert python_says("-c", program).strip() == "1 []"
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared import python_says
 
 from benchmarks import tables
 from benchmarks.networks import losses, network_tables, networks
@@ -82,25 +81,19 @@ def test_what_is_no_result_is_refused(
 # On the CPU
 
 
-def _trial(repository: Path, folder: Path, script: Any, words: str) -> Any:
+def _trial(repository: Path, folder: Path, script: Any, words: str) -> None:
     """Run a benchmark's script beside a stub of torchvision."""
     (folder / "stub" / "torchvision").mkdir(parents=True)
     stub = folder / "stub" / "torchvision" / "__init__.py"
     stub.write_text("from timm_networks import stand_in; stand_in()")
     path = os.pathsep.join(map(str, (stub.parents[1], repository, repository / "tests")))
-    return subprocess.run(
-        [sys.executable, str(script.__file__), *words.split(), "--out", str(folder / "out")],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    python_says(script.__file__, *words.split(), "--out", folder / "out", PYTHONPATH=path)
 
 
 @pytest.mark.slow(reason="a network is captured in inference and training, in bfloat16")
 def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
-    done = _trial(repository, tmp_path, networks, f"{words} --rounds 1 --turn 0.001")
-    assert done.returncode == 0, done.stderr
+    _trial(repository, tmp_path, networks, f"{words} --rounds 1 --turn 0.001")
     result = json.loads((tmp_path / "out" / "networks.json").read_text())
     shown = {(row["mode"], row["way"]): row.get("error") for row in result["rows"]}
     modes, ways = ("inference", "training"), ("eager", "optimize")
@@ -148,11 +141,8 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
 @pytest.mark.slow(reason="a network is captured in training")
 def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     """cuDNN's algorithms are nothing to it: eager twice is the same there, to the bit."""
-    done = _trial(
-        repository, tmp_path, losses,
-        "--device cpu --networks resnet18 --steps 3 --seeds 1 --batch 4 --size 32",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = "--device cpu --networks resnet18 --steps 3 --seeds 1 --batch 4 --size 32"
+    _trial(repository, tmp_path, losses, words)
     (row,) = json.loads((tmp_path / "out" / "losses.json").read_text())["rows"]
     assert set(row["losses"]) == set(losses.WAYS)
     assert row["distances"]["deterministic"] == 0.0

@@ -112,6 +112,7 @@ def bare(repository: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "bin"
 
 
+@pytest.mark.slow(reason="pip builds a wheel")
 def test_the_wheel_holds_sources_and_models_and_nothing_else(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, package in (("confpred", "confpred"), ("service", "confpred/service")):

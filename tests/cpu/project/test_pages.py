@@ -98,6 +98,7 @@ def test_what_it_names_exists(page: str, repository: Path) -> None:
 # Explaining
 
 
+@pytest.mark.slow(reason="three commands run")
 def test_explanations_are_as_the_page_says(folder: Path) -> None:
     told = output("explaining", "run", folder)
     for part in ("chosen ", "bound ", "roofline ", "PyTorch ", "rank ", "Why not ", "Nearest "):
@@ -129,6 +130,7 @@ def test_the_groups_of_features_are_those_of_the_code() -> None:
 # Plans
 
 
+@pytest.mark.slow(reason="commands run, and kernels are compiled")
 def test_the_commands_of_plans_run(folder: Path) -> None:
     told = output("plans", "run", folder)
     for part in ("plan.json: ", "grouped_fprop", "today's answers", "pinned"):
@@ -144,12 +146,14 @@ def test_a_plan_is_written_by_hand(tmp_path: Path) -> None:
     assert [choice.provider for choice in plan.choices] == ["grouped_fprop", "pytorch"]
 
 
+@pytest.mark.slow(reason="kernels are compiled")
 def test_a_network_is_prepared(printed: Callable[..., str], folder: Path) -> None:
     assert printed("plans", "run: kernels") == "1 layers on h100\n"
     assert [device.key for device in read_plan(folder / "plan").devices] == ["h100"]
     assert (folder / "plan" / "manifest.json").exists()
 
 
+@pytest.mark.slow(reason="a program imports PyTorch")
 def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
     """tests/gpu runs the block as shown."""
     block = blocks("plans")["run: gpu"]
@@ -199,6 +203,7 @@ def test_the_page_of_pytorch_is_short() -> None:
     assert len(PAGES["pytorch"].split()) <= MOST_WORDS
 
 
+@pytest.mark.slow(reason="a network is captured in training")
 def test_a_network_is_explained_and_optimized(printed: Callable[..., str]) -> None:
     more = "print(model[0].weight.grad.norm() > 0, model._compiled_call_impl)"
     *table, shape, last = printed("pytorch", "run: optimize", more).splitlines()

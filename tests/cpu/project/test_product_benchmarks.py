@@ -12,6 +12,7 @@ from confpred.problem.limits import Limits
 from confpred.problem.linear_chain import LinearChain
 
 
+@pytest.mark.slow(reason="all configs of the published cases are computed")
 def test_all_configs_of_the_published_cases_are_right(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["im2col_chunks.py", "--cpu"])  # as from a command line
     im2col_chunks.main()

@@ -52,15 +52,6 @@ def test_gradients_equal_pytorchs(geometry, wanted) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(y, needed, grad) for y in (ours, theirs)))
 
 
-def test_gradients_are_right_to_finite_differences() -> None:
-    x, weight, bias = (t.requires_grad_() for t in tensors(groups=4))
-    assert torch.autograd.gradcheck(
-        lambda *t: confpred.conv2d(*t, stride=2, padding=1, groups=4),
-        (x[:, :, :5, :5], weight, bias),
-        fast_mode=True,
-    )
-
-
 def test_a_gradient_that_was_expanded_is_taken() -> None:
     x, weight, bias = (t.requires_grad_() for t in tensors(groups=4))
     confpred.conv2d(x, weight, bias, groups=4).sum().backward()
@@ -85,7 +76,8 @@ def test_traces_without_a_graph_break_forward_and_backward() -> None:
 
 
 def test_gradients_of_gradients_and_batches_of_gradients() -> None:
-    given = [t.requires_grad_() for t in tensors(groups=4)]
+    x, weight, bias = tensors(groups=4)
+    given = [t.requires_grad_() for t in (x[:, :, :5, :5].clone(), weight, bias)]
 
     def ours(*t: torch.Tensor) -> torch.Tensor:
         return confpred.conv2d(*t, stride=2, padding=1, groups=4)

@@ -203,3 +203,14 @@ def test_unlike_is_said() -> None:
     x = torch.rand(1, 2, 3, 3).half().contiguous(memory_format=torch.channels_last)
     (row, *_) = confpred.explain(model, x, "h100").rows
     assert row.provider == "pytorch" or "unlike" in row.reason
+
+
+# One process captures any number of networks; Dynamo keeps few graphs for each code object.
+
+
+def test_each_of_many_networks_is_explained() -> None:
+    images = torch.randn(2, 8, 9, 9, dtype=torch.half)
+    for channels in range(8, 88, 8):
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, channels, 3), torch.nn.ReLU()).half().eval()
+        told = confpred.explain(model, images, device="h100")
+        assert (told.step.parts, len([row for row in told.rows if row.sizes])) == (1, 1)

@@ -14,6 +14,7 @@ from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import get_device
 from confpred.pytorch import explain
 from confpred.pytorch.backend import confpred as backend
+from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call
 
 NORM = "aten._native_batch_norm_legit_no_training.default"
@@ -315,15 +316,31 @@ def test_problems_are_those_of_the_layers(captured) -> None:
         (lambda m, x: m.other(m.conv(x) + x), [("add",), ()]),
         (lambda m, x: F.silu(m.conv(x)).mean((2, 3)), [()]),
         (lambda m, x: m.other(F.relu(m.conv(x))), [("relu",), ()]),
+        (lambda m, x: F.silu(m.norm(m.conv(x))).mean((2, 3)), [(), ("norm",)]),
     ],
-    ids=["a result", "a pass follows", "a convolution follows", "a mean follows", "ReLU is free"],
+    ids=["a result", "a pass", "a convolution", "a mean", "ReLU is free", "a norm and a mean"],
 )
 def test_what_inductors_passes_compute_on_their_way_is_theirs(function, fused, monkeypatch) -> None:
     # Inductor compiles for a GPU, and there is none.
     monkeypatch.setattr(explain.Recorder, "_inductors", lambda self, _: self._device)
     conv, other = nn.Conv2d(192, 192, 3, padding=1), nn.Conv2d(192, 192, 1)
-    model = Around(function, conv=conv, other=other).to(memory_format=LAST)
+    layers = {"conv": conv, "other": other, "norm": nn.BatchNorm2d(192)}
+    model = Around(function, **layers).to(memory_format=LAST)
     x = torch.empty(128, 192, 28, 28).to(memory_format=LAST)
     found = explain.capture(model, x, get_device("h100"), dtype=torch.float16)
     assert [site.fused for site in found.sites] == fused
-    assert all(site.is_ours for site in found.sites)
+    assert all(site.is_ours for site in found.sites if site.direction == "fprop")
+
+
+@pytest.mark.slow(reason="Inductor compiles programs in C++")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_gets_norms_as_a_product_and_a_sum(captured, dtype, monkeypatch) -> None:
+    captured.wins = lambda problem: False
+    monkeypatch.setattr(choosing, "device_of", lambda _: get_device("h100"))  # there is none
+    model, x = made(chain(True, True, False, "silu")).to(memory_format=LAST).eval(), image(dtype)
+    with torch.no_grad():
+        exact = model.double()(x.double())
+        found = torch.compile(model.to(dtype), backend=backend, options={"inductor": True})(x)
+    assert (found - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+    done = captured.of("inference")
+    assert (done.count(NORM), done.count(FOLD), done.count(CONV)) == (0, 1, 0)

@@ -199,7 +199,7 @@ def test_a_network_of_pytorchs_modules_alone_is_captured(captured) -> None:
 def test_many_models_of_one_class_are_captured(captured) -> None:
     """Dynamo keeps a limited number of graphs for one function."""
     x = image()
-    models = [nn.Sequential(nn.Conv2d(3, 2 + i, 1), nn.ReLU()).eval() for i in range(12)]
+    models = [nn.Sequential(nn.Conv2d(3, 2 + i, 1), nn.ReLU()).eval() for i in range(10)]
     for model in models:
         confpred.optimize(model, x)
     assert len(captured.passes) == len(models)

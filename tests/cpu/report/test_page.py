@@ -100,10 +100,6 @@ def test_every_part_is_there(text, inputs):
     assert all(name in words for name in networks)
 
 
-def test_the_same_inputs_give_the_same_page(text, inputs):
-    assert page(inputs) == text
-
-
 def test_names_from_files_are_no_markup(inputs):
     (evaluation,) = inputs.evaluations
     layers = tuple(replace(x, networks=("<b>bold</b>",)) for x in evaluation.layers)

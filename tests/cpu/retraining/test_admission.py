@@ -74,7 +74,7 @@ def test_few_problems_say_nothing_of_a_file(
 def test_times_in_another_order_are_refused(tmp_path: Path, models: dict[str, Model]) -> None:
     part = sorted((ROOT / "datasets" / "holdout" / "h100").glob("*.parquet"))[0]
     file, *_ = shards(part, tmp_path)
-    table = pq.read_table(file)
+    table = pq.read_table(file).slice(0, 14_000)
     ms = table["time_ms"].to_numpy().copy()
     key = [f"{problem_of_row(r, all_operations()['conv2d'].problem)}{r['family']}"
            for r in table.select([*problem_columns(all_operations()["conv2d"]), "family"])

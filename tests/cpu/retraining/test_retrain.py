@@ -35,7 +35,7 @@ from confpred.retraining.retrain import (
 )
 from confpred.sampler.run import Settings
 
-SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=40)))
+SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
 BOARD = replace(get_device("h100"), key="test-board", product="NVIDIA Test Board")
 
@@ -121,6 +121,7 @@ def test_a_model_of_the_user_that_cannot_be_used_gives_way(
     assert models["h100"].version == shipped.name
 
 
+@pytest.mark.slow(reason="a second session measures and trains")
 def test_a_model_that_is_no_better_is_not_published_and_the_old_one_stays(
     published: Path, capsys
 ) -> None:

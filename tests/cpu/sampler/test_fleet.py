@@ -21,11 +21,9 @@ from sampler_run import rows, suite_of
 from served import eventually
 
 from confpred.cuda.compiler import compile_kernel, compiled_before
-from confpred.errors import FolderBusy, InvalidInput
-from confpred.problem.conv2d import CONVOLUTION
+from confpred.errors import InvalidInput
 from confpred.problem.device import get_device
 from confpred.sampler.run import Here, Settings, Tally, sample
-from confpred.sampler.store import open_store
 from confpred.sampler.tasks import Choosing, Task, Unit, plan
 
 ray = pytest.importorskip("ray")
@@ -178,11 +176,6 @@ def test_kernels_are_compiled_by_the_cluster_and_fetched_by_other_hosts(tmp_path
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "another host's"))
     fleet.fetch([(kernels[0], ray.put(cubin))], "sm_90a")
     assert compiled_before(kernels[0], "sm_90a").cubin == cubin
-
-
-def test_a_second_driver_on_a_folder_is_refused(tmp_path):
-    with open_store(tmp_path, "other", CONVOLUTION), pytest.raises(FolderBusy):
-        run(tmp_path)
 
 
 _DRIVER = """

@@ -22,7 +22,7 @@ from sampler_run import rows, suite_of
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import merge, read, schema
 from confpred.data.suites import Entry, Suite, write_suite
-from confpred.errors import ConfpredError, FolderBusy, InvalidInput, LaunchError
+from confpred.errors import ConfpredError, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
@@ -212,12 +212,6 @@ def test_anchors_are_off_by_their_mean_or_by_a_failure():
 def test_gpus_of_two_kinds_are_refused(tmp_path):
     with pytest.raises(InvalidInput, match=r"gpus=.*GPUs of one kind"):
         run(tmp_path, "h100", "a100")
-
-
-def test_a_folder_in_use_is_refused(tmp_path):
-    refused = pytest.raises(FolderBusy, match="another sampler")
-    with open_store(tmp_path, "other", CONVOLUTION), refused:
-        run(tmp_path)
 
 
 def start_program(tmp_path: Path) -> tuple[subprocess.Popen, Path]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sampler_run
 from served import eventually, running
+from shared import python_says
 
 from confpred.data.suites import write_suite
 
@@ -23,14 +21,7 @@ def test_shards_are_sent_while_others_are_measured(tmp_path: Path) -> None:
     with running(tmp_path, "--exchange", str(tmp_path / "exchange")) as server:
         words = ("sample", "--suite", suite, "--out", out, "--submit", server.url, "--jobs", "0")
         more = ("--no-pytorch", "--configs", "3", "--family", "grouped_fprop")
-        done = subprocess.run(
-            [sys.executable, str(script), *map(str, words), *more],
-            check=False,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"SENT": str(out / ".submitted")},
-        )
-        assert done.returncode == 0, done.stderr
+        python_says(script, *words, *more, SENT=str(out / ".submitted"))
         assert [row["status"] for row in sampler_run.rows(out)] == ["ok"] * 12
         shards = sorted(path.name for path in out.glob("rows-*.parquet"))
         assert sorted((out / ".submitted").read_text().split()) == shards

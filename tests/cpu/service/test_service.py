@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import H100
+from served import copy_model
 from strategies import problems, problems_of
 
 from confpred import Predictor
+from confpred.errors import ModelError
 from confpred.families.registry import all_families
-from confpred.predict.choice import MAX_TOP
+from confpred.model.folder import load_model
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN
 from confpred.service import Settings
@@ -78,22 +83,6 @@ def test_one_problem_is_answered_as_a_batch_of_one(client: TestClient) -> None:
     assert replies[0].content == replies[1].content
     assert len(replies[0].json()["choices"]) == 1
     assert replies[0].headers["content-type"] == "application/json"
-
-
-def test_top_gives_that_many_distinct_configs_best_first(client: TestClient) -> None:
-    body = {"device": "h100", "problem": EXAMPLE.to_json(), "top": MAX_TOP}
-    (choices,) = client.post("/v1/predict", json=body).json()["choices"]
-    assert 3 < len(choices) <= MAX_TOP
-    assert len({(c["family"], c["config_id"]) for c in choices}) == len(choices)
-    best = client.post("/v1/predict", json={**body, "top": 1}).json()["choices"]
-    assert choices[:1] == best[0]
-
-
-def test_a_device_may_be_named_as_its_driver_does(client: TestClient) -> None:
-    body = {"device": "NVIDIA H100 80GB HBM3", "problem": {**EXAMPLE.to_json(), "stride": 3}}
-    ((choice,),) = client.post("/v1/predict", json=body).json()["choices"]
-    found = [choice[name] for name in ("device", "source", "family", "config")]
-    assert found == ["h100", "fallback", None, None]
 
 
 def test_devices_lists_every_known_device_and_its_model(client: TestClient) -> None:
@@ -206,3 +195,41 @@ def test_described_ranges_are_the_ones_enforced(
         body = {"device": "h100", "problem": {**sizes, name: value}}
         error = client.post("/v1/predict", json=body).json()["error"]
         assert (error["field"], error["value"]) == (f"problem.{name}", value)
+
+
+# Devices that no table has: a model brings its own description along.
+
+
+BOARD = replace(H100, key="board-of-a-model", product="NVIDIA Board of a Model")
+ONE = {
+    "device": BOARD.key,
+    "problem": {"n": 24, "c": 160, "h": 30, "w": 30, "k": 160, "r": 3, "s": 3, "groups": 20},
+}
+
+
+def of_a_board(folder: Path, model_folder: Path, **changes: object) -> Path:
+    """Return a copy of a model that says that it is of `BOARD`."""
+    copy_model(model_folder, folder, device=BOARD.key, board=asdict(BOARD) | changes)
+    return folder
+
+
+def test_a_board_of_no_table_is_served_and_listed(model_folder: Path, tmp_path: Path) -> None:
+    folder = of_a_board(tmp_path / "board-1", model_folder)
+    with TestClient(create_app(Settings(), Predictor.load(folder))) as client:
+        (choice,) = client.post("/v1/predict", json=ONE).json()["choices"][0]
+        assert (choice["device"], choice["source"]) == (BOARD.key, "predicted")
+        served = {device["key"]: device for device in client.get("/v1/devices").json()["devices"]}
+        assert served[BOARD.key]["model"] == "board-1"
+        assert {name: served[BOARD.key][name] for name in asdict(BOARD)} == asdict(BOARD)
+        other = client.post("/v1/predict", json=ONE | {"device": "rtx-4090"}).json()
+        assert other["choices"][0][0]["source"] == "transferred"
+        assert other["choices"][0][0]["model"] == "board-1"
+
+
+@pytest.mark.parametrize("changes", [{"sm_count": 0}, {"tensor_flops": "fast"}, {"arch": ""}])
+def test_a_damaged_description_is_a_damaged_model(
+    model_folder: Path, tmp_path: Path, changes: dict
+) -> None:
+    folder = of_a_board(tmp_path / "board-1", model_folder, **changes)
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        load_model(folder)

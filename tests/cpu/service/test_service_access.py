@@ -20,6 +20,7 @@ from confpred.errors import DataError
 from confpred.service import tokens
 
 ENTRY = {"name": "a", "scope": "read", "sha256": "0" * 64}
+pytestmark = pytest.mark.usefixtures("small_model")
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 

@@ -46,6 +46,9 @@ def secret(tmp_path: Path) -> str:
     return said
 
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
+
 def unit() -> ConfigParser:
     # A list may be written as one key more than once, as systemd has it; none is here.
     parser = ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
@@ -80,11 +83,11 @@ def test_the_unit_fits_the_settings_beside_it() -> None:
     assert settings.tokens is not None
 
 
-def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, repository: Path) -> None:
+def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, model_folder: Path) -> None:
     words = shlex.split(unit()["Service"]["ExecReload"])
     assert int(unit()["Service"]["TimeoutStartSec"]) > int(words[words.index("--max-time") + 1])
     folder, path = tmp_path / "models" / "a", tmp_path / "tokens.json"
-    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
+    shutil.copytree(model_folder, folder)
     secret, kept = tokens.make("systemd", "admin")
     tokens.write(path, [kept])
     (tmp_path / "reload.header").write_text(f"Authorization: Bearer {secret}\n")
@@ -106,9 +109,9 @@ def test_the_unit_s_reload_fails_when_it_is_refused(tmp_path: Path, repository: 
 
 
 @pytest.mark.slow(reason="a server is told to reload, and its watchdog is looked at")
-def test_systemd_is_told_how_the_server_is(tmp_path: Path, repository: Path) -> None:
+def test_systemd_is_told_how_the_server_is(tmp_path: Path, model_folder: Path) -> None:
     folder = tmp_path / "models" / "a"
-    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
+    shutil.copytree(model_folder, folder)
     name, said = str(tmp_path / "notify"), queue.SimpleQueue[dict[str, str]]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name)
@@ -145,10 +148,10 @@ def test_systemd_is_told_how_the_server_is(tmp_path: Path, repository: Path) -> 
 
 
 def test_the_unit_s_command_runs_by_its_settings(
-    tmp_path: Path, repository: Path, secret: str
+    tmp_path: Path, model_folder: Path, secret: str
 ) -> None:
     text = (DEPLOY / "serve.toml").read_text()
-    text = text.replace("/srv/confpred/models", str(repository / "models"))
+    text = text.replace("/srv/confpred/models", str(model_folder))
     text = text.replace("/etc/confpred", str(tmp_path)).replace("workers = 4", "workers = 2")
     (tmp_path / "serve.toml").write_text(text)
     with running(tmp_path, "--config", str(tmp_path / "serve.toml")) as server:
@@ -246,7 +249,7 @@ def test_one_client_s_refusals_are_nobody_else_s_behind_the_proxy(tmp_path: Path
         for server in (first, second):
             assert server.predict().status_code == 200
         statuses: dict[str, list[int]] = {"greedy": [], "other": []}
-        for number in range(200):
+        for number in range(60):
             new = {**ONE, "problem": {**ONE["problem"], "n": 100 + number}}
             reply = client.post("/v1/predict", json=new, headers={"prefer": "wait=0"})
             statuses["greedy"].append(reply.status_code)

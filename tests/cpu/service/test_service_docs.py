@@ -148,10 +148,6 @@ def test_the_shown_replies_have_the_form_of_real_ones() -> None:
     assert list(shown[1]["error"]) == ["code", "message", "field", "value", "allowed"]
 
 
-def test_the_documented_body_limit_is_the_default() -> None:
-    assert Settings().max_body_bytes == 2**20
-
-
 def test_every_module_is_in_the_table(repository: Path) -> None:
     named = re.findall(r"`(\w+\.py)`", PAGE.partition("\n## The code\n")[2])
     there = {path.name for path in (repository / "service").glob("*.py")} - {"__init__.py"}

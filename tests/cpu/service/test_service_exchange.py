@@ -18,9 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from served import Server, eventually, head, running
-from uploads import PARQUET, admitted, became, changed, keepers, send, sent, token, whole
+import uploads
+from fastapi.testclient import TestClient
+from served import eventually, head
+from uploads import PARQUET, Site, changed, whole
 
+from confpred import Predictor
 from confpred.client import AsyncClient, Client
 from confpred.client.transfer import submitting
 from confpred.data.measurements import Measurement, Run
@@ -34,6 +37,8 @@ from confpred.model.folder import Model, NewestModels
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.retraining.admission import Refused, check_shard
+from confpred.service import Settings
+from confpred.service.app import create_app
 
 
 @pytest.fixture(scope="module")
@@ -50,97 +55,76 @@ def anchors(repository: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, anchors: Path) -> Path:
-    """Return the folder of a server that knows control configs."""
-    made = tmp_path_factory.mktemp("exchange")
-    (made / "exchange" / "controls").mkdir(parents=True)
-    shutil.copy(anchors, made / "exchange" / "controls")
-    return made
-
-
-@pytest.fixture(scope="module")
-def secrets(folder: Path) -> dict[str, str]:
-    names = {"read": "read", "write": "write", "greedy": "write", "admin": "admin"}
-    return {name: token(folder, name, scope) for name, scope in names.items()}
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
-    options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
-    with running(folder, *options, "--max-upload-mib", "1", "--quota-mib", "3") as made:
+def site(tmp_path_factory: pytest.TempPathFactory, anchors: Path) -> Iterator[Site]:
+    """Run a server that knows control configs."""
+    folder = tmp_path_factory.mktemp("exchange")
+    (folder / "exchange" / "controls").mkdir(parents=True)
+    shutil.copy(anchors, folder / "exchange" / "controls")
+    scopes = {"read": "read", "write": "write", "greedy": "write", "admin": "admin"}
+    with uploads.site(folder, scopes, "--max-upload-mib", "1", "--quota-mib", "3") as made:
         yield made
 
 
-def test_what_is_sent_twice_is_in_the_data_once(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
-) -> None:
+def test_what_is_sent_twice_is_in_the_data_once(site: Site, rows: pa.Table) -> None:
     part = rows.slice(0, 400)
     body = whole(part)
-    first = sent(server, body, secrets["write"])
+    first = site.sent(body, "write")
     assert (first["state"], first["rows"]) == ("admitted", 400)
-    again = send(server, body, secrets["write"])
+    again = site.send(body, "write")
     assert (again.status_code, again.json()) == (202, first)
     # The same rows in other bytes, and some new ones.
     other = whole(rows.slice(200, 400), compression="zstd")
-    assert sent(server, other, secrets["write"])["rows"] == 200
+    assert site.sent(other, "write")["rows"] == 200
     twice = whole(pa.concat_tables([rows.slice(600, 10), rows.slice(600, 10)]))
-    assert sent(server, twice, secrets["write"])["rows"] == 10
-    found = admitted(folder)
-    assert found.num_rows == 610
-    headers = {"authorization": f"Bearer {secrets['read']}"}
-    listed = server.get("/v1/measurements", headers=headers).json()["measurements"]
+    assert site.sent(twice, "write")["rows"] == 10
+    files = sorted((site.exchange / "admitted").glob("*.parquet"))
+    assert sum(pq.read_metadata(file).num_rows for file in files) == 610
+    listed = site.get("/v1/measurements", "read").json()["measurements"]
     assert sum(each["rows"] for each in listed) == 610
-    fetched = server.get(f"/v1/measurements/{first['id']}/rows", headers=headers)
+    fetched = site.get(f"/v1/measurements/{first['id']}/rows", "read")
     assert pq.read_table(io.BytesIO(fetched.content)).num_rows == 400
 
 
-def test_who_may_send(server: Server, secrets: dict[str, str], rows: pa.Table) -> None:
+def test_who_may_send(site: Site, rows: pa.Table) -> None:
     body = whole(rows.slice(0, 10))
-    assert send(server, body, None).status_code == 401
-    assert send(server, body, "confpred_wrong").status_code == 401
-    refused = send(server, body, secrets["read"])
+    assert site.send(body, None).status_code == 401
+    assert site.send(body, "confpred_wrong").status_code == 401
+    refused = site.send(body, "read")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
     assert "scope write" in refused.text
     for secret, status in (("write", 403), ("admin", 202)):
-        headers = {"authorization": f"Bearer {secrets[secret]}"}
-        asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers)
-        assert asked.status_code == status
+        assert site.ask_for_job(secret).status_code == status
 
 
-def test_what_is_not_meant_is_not_kept(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
-) -> None:
+def test_what_is_not_meant_is_not_kept(site: Site, rows: pa.Table) -> None:
     body = whole(rows.slice(20_000, 3_000))
-    before = {path.name for path in folder.rglob("*.parquet")}
-    wrong = send(server, body, secrets["write"], **{"idempotency-key": "0" * 64})
+    before = {path.name for path in site.folder.rglob("*.parquet")}
+    wrong = site.send(body, "write", **{"idempotency-key": "0" * 64})
     assert (wrong.status_code, wrong.json()["error"]["field"]) == (422, "idempotency-key")
-    assert send(server, body, secrets["write"], **{"idempotency-key": "me"}).status_code == 422
-    assert send(server, body, secrets["write"], **{"content-type": "x/y"}).status_code == 415
-    large = send(server, bytes(2**20 + 1), secrets["write"])
+    assert site.send(body, "write", **{"idempotency-key": "me"}).status_code == 422
+    assert site.send(body, "write", **{"content-type": "x/y"}).status_code == 415
+    large = site.send(bytes(2**20 + 1), "write")
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
-    lines = (f"authorization: Bearer {secrets['write']}", f"content-length: {len(body)}")
+    lines = (f"authorization: Bearer {site.secrets['write']}", f"content-length: {len(body)}")
     key = f"idempotency-key: {hashlib.sha256(body).hexdigest()}"
     start = head(*lines, key).replace(b"/v1/predict", b"/v1/measurements", 1)
     start = start.replace(b"application/json", PARQUET["content-type"].encode())
-    with server.connect() as connection:  # truncated: the client goes after the half
+    with site.server.connect() as connection:  # truncated: the client goes after the half
         connection.sendall(start + body[: len(body) // 2])
-    eventually(lambda: not list((folder / "exchange" / "uploads").glob(".*")))
-    unknown = server.get(
-        f"/v1/measurements/{hashlib.sha256(body).hexdigest()}",
-        headers={"authorization": f"Bearer {secrets['read']}"},
-    )
+    eventually(lambda: not list((site.exchange / "uploads").glob(".*")))
+    unknown = site.get(f"/v1/measurements/{hashlib.sha256(body).hexdigest()}", "read")
     assert unknown.status_code == 404
-    assert {path.name for path in folder.rglob("*.parquet")} == before
+    assert {path.name for path in site.folder.rglob("*.parquet")} == before
 
 
-def test_a_token_has_a_quota(server: Server, secrets: dict[str, str]) -> None:
+def test_a_token_has_a_quota(site: Site) -> None:
     for number in range(3):
-        reply = send(server, bytes([number]) * 1_000_000, secrets["greedy"])
+        reply = site.send(bytes([number]) * 1_000_000, "greedy")
         assert reply.status_code == 202
-    refused = send(server, b"x" * 1_000_000, secrets["greedy"])
+    refused = site.send(b"x" * 1_000_000, "greedy")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
     assert "retry-after" in refused.headers
-    found = became(server, reply.json()["id"], secrets["write"])
+    found = site.became(reply.json()["id"], "write")
     assert (found["state"], found["reason"][:32]) == (
         "quarantined",
         "the file is not a whole file of ",
@@ -201,16 +185,14 @@ def test_a_lie_is_refused_with_its_reason(
         check_shard(tmp_path / "part-a.parquet", models, [])
 
 
-def test_what_is_refused_is_quarantined(
-    server: Server, folder: Path, secrets: dict[str, str], own: pa.Table
-) -> None:
+def test_what_is_refused_is_quarantined(site: Site, own: pa.Table) -> None:
     change, reason = LIES["noise"]
-    found = sent(server, whole(change(own)), secrets["write"])
+    found = site.sent(whole(change(own)), "write")
     assert found["state"] == "quarantined"
     assert reason in found["reason"]
-    assert str(folder) not in found["reason"]
-    assert (folder / "exchange" / "uploads" / f"part-{found['id']}.parquet").exists()
-    assert not (folder / "exchange" / "admitted" / f"part-{found['id']}.parquet").exists()
+    assert str(site.folder) not in found["reason"]
+    assert (site.exchange / "uploads" / f"part-{found['id']}.parquet").exists()
+    assert not (site.exchange / "admitted" / f"part-{found['id']}.parquet").exists()
 
 
 def norms() -> pa.Table:
@@ -229,129 +211,119 @@ def norms() -> pa.Table:
 
 
 @pytest.mark.parametrize("operation", ["linear_chain", "batch_norm"])
-def test_every_operation_is_taken_and_checked(
-    server: Server, folder: Path, secrets: dict[str, str], repository: Path, operation: str
-) -> None:
+def test_every_operation_is_taken_and_checked(site: Site, repository: Path, operation: str) -> None:
     """Times of batch norms are made up; those of linear chains are an H100's."""
     chains = next((repository / "datasets" / "chains" / "h100").glob("*.parquet"))
     table = norms() if operation == "batch_norm" else pq.read_table(chains)
     table = changed(table, "run_id", lambda each: ["one of both"] * len(each))
-    found = sent(server, whole(table), secrets["write"])
+    found = site.sent(whole(table), "write")
     assert (found["state"], found["rows"]) == ("admitted", table.num_rows), found
-    stored = folder / "exchange" / "admitted" / f"part-{found['id']}.parquet"
+    stored = site.exchange / "admitted" / f"part-{found['id']}.parquet"
     assert operation_in(stored) == operation
     own = table.filter(pa.compute.not_equal(table["family"], "pytorch"))
     for kind in ("impossible", "another kernel", "a config of another version"):
         change, reason = LIES[kind]
-        found = sent(server, whole(change(own)), secrets["write"])
+        found = site.sent(whole(change(own)), "write")
         assert (found["state"], reason in found["reason"]) == ("quarantined", True), found
 
 
 def test_a_run_whose_control_configs_are_off_is_not_believed(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, anchors: Path
+    site: Site, rows: pa.Table, anchors: Path
 ) -> None:
     controls = pq.read_table(anchors)
     for run, factor, state in (("good", 1.01, "admitted"), ("hot", 1.2, "quarantined")):
         named = changed(controls, "run_id", lambda each, run=run: [run] * len(each))
         times = changed(named, "time_ms", lambda ms, factor=factor: ms * factor)
-        found = sent(server, whole(times), secrets["write"])
+        found = site.sent(whole(times), "write")
         assert (found["state"], found["rows"]) == (state, 0 if state == "admitted" else None)
         data = changed(rows.slice(2_000, 50), "run_id", lambda each, run=run: [run] * len(each))
-        assert sent(server, whole(data), secrets["write"])["state"] == state
-    assert pq.read_table(folder / "exchange" / "controls").num_rows == controls.num_rows
+        assert site.sent(whole(data), "write")["state"] == state
+    assert pq.read_table(site.exchange / "controls").num_rows == controls.num_rows
 
 
-def test_a_full_disk_refuses_and_is_got_over(
-    server: Server, secrets: dict[str, str], rows: pa.Table
-) -> None:
+def test_a_full_disk_refuses_and_is_got_over(site: Site, rows: pa.Table) -> None:
     body = whole(rows.slice(30_000, 12_000), compression="none", use_dictionary=False)
     body = body[:400_000] + bytes(1000)  # no file of measurements, and large
-    workers = server.workers()
+    workers = site.server.workers()
     for process in workers:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     try:
-        refused = send(server, body, secrets["write"])
+        refused = site.send(body, "write")
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "no_storage")
-        assert server.predict(headers={"authorization": f"Bearer {secrets['read']}"}).is_success
+        assert site.server.predict(headers=site.headers("read")).is_success
     finally:
         for process in workers:
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.prlimit(process, resource.RLIMIT_FSIZE, unlimited)
-    assert send(server, body, secrets["write"]).status_code == 202
+    assert site.send(body, "write").status_code == 202
 
 
 def test_nothing_acknowledged_is_lost_where_processes_are_killed(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table
+    site: Site, rows: pa.Table
 ) -> None:
     ids = []
     for number in range(6):
-        reply = send(server, whole(rows.slice(40_000 + 30 * number, 30)), secrets["write"])
+        reply = site.send(whole(rows.slice(40_000 + 30 * number, 30)), "write")
         ids.append(reply.json()["id"])
         if number % 2:
-            eventually(lambda: keepers(server))
-            os.kill(keepers(server).pop(), signal.SIGKILL)
-    os.kill((server.workers() - keepers(server)).pop(), signal.SIGKILL)
-    found = [became(server, upload, secrets["write"]) for upload in ids]
+            eventually(site.keepers)
+            os.kill(site.keepers().pop(), signal.SIGKILL)
+    os.kill((site.server.workers() - site.keepers()).pop(), signal.SIGKILL)
+    found = [site.became(upload, "write") for upload in ids]
     assert [each["state"] for each in found] == ["admitted"] * 6
     assert sum(each["rows"] for each in found) == 180
     names = [f"part-{upload}.parquet" for upload in ids]
-    parts = [pq.read_table(folder / "exchange" / "admitted" / name) for name in names]
+    parts = [pq.read_table(site.exchange / "admitted" / name) for name in names]
     assert sum(part.num_rows for part in parts) == 180
 
 
 @pytest.mark.slow(reason="a job imports the trainer, at the system's idle priority")
-def test_uploads_and_jobs_are_counted(
-    server: Server, secrets: dict[str, str], rows: pa.Table
-) -> None:
+def test_uploads_and_jobs_are_counted(site: Site, rows: pa.Table) -> None:
     bodies = (whole(rows.slice(50_100, 20)), b"no measurements")
-    states = [sent(server, body, secrets["admin"])["state"] for body in bodies]
+    states = [site.sent(body, "admin")["state"] for body in bodies]
     assert states == ["admitted", "quarantined"]
-    headers = {"authorization": f"Bearer {secrets['admin']}"}
-    asked = server.post("/v1/jobs", params={"device": "h100"}, headers=headers).json()
+    asked = site.ask_for_job("admin").json()
     job: dict[str, Any] = {}
 
     def ended() -> bool:
-        jobs = server.get("/v1/jobs", headers=headers).json()["jobs"]
+        jobs = site.get("/v1/jobs", "admin").json()["jobs"]
         job.update(next(each for each in jobs if each["id"] == asked["id"]))
         return job["ended"] is not None
 
-    eventually(ended, server.said)
+    eventually(ended, site.server.said)
     assert (job["kind"], job["device"]) == ("retrain", "h100")
     assert job["state"] in ("kept", "failed")  # so few rows make no better model
     assert job["reason"]
-    text = server.get("/metrics", headers=headers).text
+    text = site.get("/metrics", "admin").text
     assert 'confpred_uploads{state="admitted"}' in text
     assert 'confpred_uploads{state="quarantined"}' in text
     assert f'confpred_jobs{{state="{job["state"]}"}}' in text
-    assert server.post("/v1/jobs", params={"device": "x"}, headers=headers).status_code == 422
+    assert site.ask_for_job("admin", "x").status_code == 422
 
 
 def test_the_client_sends(
-    server: Server,
-    secrets: dict[str, str],
-    rows: pa.Table,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    site: Site, rows: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    url, secrets = site.server.url, site.secrets
     for number, name in enumerate(("rows-a-00000", "rows-a-00001", "anchors-a-00002")):
         pq.write_table(rows.slice(50_000 + 20 * number, 20), tmp_path / f"{name}.parquet")
     shard = tmp_path / "rows-a-00000.parquet"
-    with Client(server.url, token=secrets["write"]) as client:
+    with Client(url, token=secrets["write"]) as client:
         found = client.submit(shard)
         assert found.id == hashlib.sha256(shard.read_bytes()).hexdigest()
         eventually(lambda: client.submission(found.id).state == "admitted")
         assert client.submission(found.id).rows == 20
 
     async def again() -> str:
-        async with AsyncClient(server.url, token=secrets["write"]) as client:
+        async with AsyncClient(url, token=secrets["write"]) as client:
             assert (await client.submission(found.id)).state == "admitted"
             return (await client.submit(shard)).id
 
     assert asyncio.run(again()) == found.id
-    with Client(server.url, token=secrets["read"]) as client, pytest.raises(ServiceError):
+    with Client(url, token=secrets["read"]) as client, pytest.raises(ServiceError):
         client.submit(shard)
     monkeypatch.setenv("CONFPRED_TOKEN", secrets["write"])
-    with submitting(server.url, tmp_path):  # a sampler's folder
+    with submitting(url, tmp_path):  # a sampler's folder
         pass
     sent_names = (tmp_path / ".submitted").read_text().split()
     assert sent_names[0] == "anchors-a-00002.parquet"
@@ -361,16 +333,18 @@ def test_the_client_sends(
     store = folder_at(f"memory://{tmp_path.name}/runs")
     write(rows.slice(50_060, 20), store / "rows-b-00000.parquet")
     for _ in range(2):
-        with submitting(server.url, store):
+        with submitting(url, store):
             pass
     assert (store / ".submitted").read_bytes() == b"rows-b-00000.parquet"
     upload = hashlib.sha256((store / "rows-b-00000.parquet").read_bytes() or b"").hexdigest()
-    assert became(server, upload, secrets["write"])["rows"] == 20
+    assert site.became(upload, "write")["rows"] == 20
 
 
-def test_a_server_without_a_folder_takes_nothing(tmp_path: Path, rows: pa.Table) -> None:
-    with running(tmp_path) as server:
-        reply = send(server, whole(rows.slice(0, 10)), None)
+def test_a_server_without_a_folder_takes_nothing() -> None:
+    app = create_app(Settings(), Predictor({}))
+    with TestClient(app, client=("127.0.0.1", 1)) as client:
+        headers = {"idempotency-key": "0" * 64, **PARQUET}
+        reply = client.post("/v1/measurements", content=b"", headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_exchange")
-        assert server.get("/v1/jobs").json() == {"jobs": []}
-        assert server.post("/v1/jobs", params={"device": "h100"}).status_code == 404
+        assert client.get("/v1/jobs").json() == {"jobs": []}
+        assert client.post("/v1/jobs", params={"device": "h100"}).status_code == 404

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,21 +15,24 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from served import LAYER, ONE, Server, eventually, head, running
+
+from confpred import Choice, Predictor
+from confpred.service import Settings
+from confpred.service.app import create_app
 
 HEADERS = {"content-type": "application/json"}
 _RANDOM = random.Random(12)
+pytestmark = pytest.mark.usefixtures("small_model")
 
 
 def batch(count: int) -> dict[str, Any]:
     """Problems that no other request has asked."""
-    return {
-        "device": "h100",
-        "problems": [
-            {**LAYER, "n": _RANDOM.randint(1, 9999), "h": _RANDOM.randint(8, 999)}
-            for _ in range(count)
-        ],
-    }
+    problems = [
+        {**LAYER, "n": _RANDOM.randint(1, 9999), "h": _RANDOM.randint(8, 999)} for _ in range(count)
+    ]
+    return {"device": "h100", "problems": problems}
 
 
 def post(server: Server, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
@@ -129,12 +134,58 @@ def test_a_client_may_shorten_the_deadline(server: Server) -> None:
     assert post(server, known, prefer="wait=0").status_code == 200  # in memory: no waiting
 
 
-def test_the_server_has_a_deadline_of_its_own(tmp_path: Path) -> None:
-    with running(tmp_path, "--deadline", "1") as server, ThreadPoolExecutor(4) as pool:
-        replies = list(pool.map(lambda _: post(server, batch(1000)), range(4)))  # seconds of work
-        late = [reply for reply in replies if reply.status_code == 429]
-        assert late
-        assert {reply.json()["error"]["code"] for reply in late} == {"deadline_exceeded"}
-        eventually(lambda: server.metric("confpred_queued_problems") == 0)
-        assert server.metric("confpred_worked_out_problems_total") < 3500
-        assert post(server, ONE).status_code == 200
+class Slow(Predictor):
+    """A predictor that takes its time."""
+
+    def rank(self, *asked: Any, **terms: Any) -> list[Choice]:
+        time.sleep(0.02)
+        return super().rank(*asked, **terms)
+
+
+def test_the_server_has_a_deadline_of_its_own(model_folder: Path) -> None:
+    predictor = Slow.load(model_folder)
+    with TestClient(create_app(Settings(deadline=1), predictor)) as client:
+        reply = client.post("/v1/predict", json=batch(200))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "deadline_exceeded")
+        metrics = client.get("/metrics").text
+        assert "confpred_queued_problems 0.0" in metrics
+        (worked_out,) = re.findall(r"^confpred_worked_out_problems_total (\S+)", metrics, re.M)
+        assert 0 < float(worked_out) < 100
+        assert client.post("/v1/predict", json=ONE).status_code == 200
+
+
+# More work than a server can do: who is refused is told at once, and others are answered.
+
+
+def asked(server: Server, body: Any, client: str, **headers: str) -> tuple[int, float, Any]:
+    """Return status, seconds and headers of a reply to a client behind a proxy."""
+    start = time.monotonic()
+    reply = post(server, body, **headers | {"x-forwarded-for": client})
+    return reply.status_code, time.monotonic() - start, reply.headers
+
+
+@pytest.mark.slow(reason="a server is kept busy for some seconds")
+def test_batches_of_many_clients_are_answered_or_refused_at_once(
+    tmp_path: Path, repository: Path
+) -> None:
+    with running(tmp_path, "--model", str(repository / "models")) as server:
+        start = time.monotonic()
+        assert asked(server, batch(512), "10.0.0.1")[0] == 200
+        pace_s = time.monotonic() - start
+        count = round(4 * 10 / pace_s)  # four times of what can be done
+        bodies = [batch(512) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            replies = pool.map(
+                lambda number: asked(server, bodies[number], f"10.0.1.{number}", prefer="wait=10"),
+                range(count),
+            )
+            singles = [asked(server, batch(1), "10.0.2.1") for _ in range(20)]
+        found = [*replies]
+    refused = [reply for reply in found if reply[0] != 200]
+    assert {status for status, *_ in refused} == {429}
+    assert {status for status, *_ in singles} == {200}
+    assert all(1 <= int(headers["retry-after"]) < 60 for *_, headers in refused)
+    assert max(seconds for _, seconds, _ in refused) < 5  # and not when it is too late
+    answered = len(found) - len(refused)
+    assert answered >= 0.5 * 10 / pace_s
+    assert max(seconds for status, seconds, _ in found if status == 200) < 11

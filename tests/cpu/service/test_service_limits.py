@@ -17,6 +17,7 @@ import httpx
 import pytest
 from served import LAYER, LONG, ONE, Server, eventually, head, running
 
+pytestmark = pytest.mark.usefixtures("small_model")
 TIMES = ("--head-timeout", "--body-timeout", "--idle-timeout", "--write-timeout")
 
 

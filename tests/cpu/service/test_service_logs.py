@@ -14,6 +14,8 @@ import httpx
 import pytest
 from served import COMMAND, ONE, Server, eventually
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 @contextmanager
 def logging_to(out: int, err: int) -> Iterator[Server]:

@@ -17,42 +17,31 @@ from typing import Any
 
 import httpx
 import pytest
-from served import ONE, Server, eventually, running
+from served import ONE, Server, copy_model, eventually, running
 
 
 @dataclass
 class Models:
-    """A folder of versions, each of them a copy of a shipped one with another date."""
+    """A folder of versions, each of them a copy of a small one with another date."""
 
     folder: Path
-    shipped: Path
+    original: Path
     dates: Iterator[int] = field(default_factory=lambda: iter(range(2030, 2100)))
 
-    def add(self, name: str, trees: tuple[str, str] | None = None, **changes: Any) -> str:
-        """Put a version there that is newer than all others, with another text in its trees if
-        `trees` says which is to be replaced by which; its digest."""
-        away = self.folder.with_name(f"{name}.copying")
-        shutil.copytree(self.shipped, away)
-        card = json.loads((away / "card.json").read_text())
-        if trees is not None:
-            path = away / "depthwise_wgrad.order.txt"
-            path.write_text(re.sub(*trees, path.read_text(), count=1))
-            card["files"][path.name] = sha256(path.read_bytes()).hexdigest()
-        card |= {"created": f"{next(self.dates)}-01-01", **changes}
-        text = json.dumps(card).encode()
-        (away / "card.json").write_bytes(text)
-        away.rename(self.folder / name)
-        return sha256(text).hexdigest()
+    def add(self, name: str, **changes: Any) -> str:
+        """Put a version there that is newer than all others; return its digest."""
+        changes = {"created": f"{next(self.dates)}-01-01", **changes}
+        return copy_model(self.original, self.folder / name, **changes)
 
 
-def made_in(folder: Path, repository: Path) -> Models:
+def made_in(folder: Path, model_folder: Path) -> Models:
     (folder / "models").mkdir()
-    return Models(folder / "models", repository / "models" / "h100-2026.11.25")
+    return Models(folder / "models", model_folder)
 
 
 @pytest.fixture
-def models(tmp_path: Path, repository: Path) -> Models:
-    return made_in(tmp_path, repository)
+def models(tmp_path: Path, model_folder: Path) -> Models:
+    return made_in(tmp_path, model_folder)
 
 
 @contextmanager
@@ -62,6 +51,7 @@ def serving(models: Models, *options: str, **environment: str) -> Iterator[Serve
         yield server
 
 
+TREES = "grouped_fprop.order.txt"
 #: Pins, of which there are none.
 NONE = '{"format": "confpred-pins/1", "pins": []}'
 CRASHING = """
@@ -89,9 +79,11 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def running_shared(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[Shared]:
+def running_shared(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path
+) -> Iterator[Shared]:
     folder = tmp_path_factory.mktemp("shared")
-    models, pins = made_in(folder, repository), folder / "pins.json"
+    models, pins = made_in(folder, model_folder), folder / "pins.json"
     models.add("first")
     pins.write_text(NONE)
     (folder / "sitecustomize.py").write_text(CRASHING)
@@ -265,10 +257,14 @@ def test_a_broken_model_is_refused_and_the_old_one_stays(shared: Shared) -> None
 
 
 def test_trees_that_lead_nowhere_are_refused_though_their_digests_are_right(shared: Shared) -> None:
-    shared.models.add("b", trees=("split_feature=[0-9]+", "split_feature=99999"))
+    trees = (shared.models.original / TREES).read_text()
+    trees = re.sub("split_feature=[0-9]+", "split_feature=99999", trees, count=1)
+    files = json.loads((shared.models.original / "card.json").read_text())["files"]
+    shared.models.add("b", files=files | {TREES: sha256(trees.encode()).hexdigest()})
+    (shared.models.folder / "b" / TREES).write_text(trees)
     reply = change(shared.server)
     assert reply.status_code == 409
-    damaged = f"{shared.models.folder}/b/depthwise_wgrad.order.txt is damaged"
+    damaged = f"{shared.models.folder}/b/{TREES} is damaged"
     assert f"{damaged}: tree 0 has a split_feature" in reply.json()["error"]["message"]
     assert answering(shared.server) == shared.digest
 

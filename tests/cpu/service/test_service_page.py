@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -18,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import copy_model
 from strategies import problems
 
 from confpred import Predictor
@@ -371,11 +371,10 @@ def test_jobs_and_uploads_are_shown_and_what_was_said_of_them_is_text(tmp_path: 
     assert Elements(text).of("script", "img") == []
 
 
-def test_a_published_model_that_does_not_answer_is_listed(tmp_path: Path, repository: Path) -> None:
-    folder = tmp_path / "models" / "published-1"
-    shutil.copytree(repository / "models" / "h100-2026.11.25", folder)
-    card = json.loads((folder / "card.json").read_text())
-    (folder / "card.json").write_text(json.dumps(card | {"seed": 7}))
+def test_a_published_model_that_does_not_answer_is_listed(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    copy_model(model_folder, tmp_path / "models" / "published-1")
     with TestClient(create_app(Settings(exchange=str(tmp_path)), PREDICTOR)) as client:
         text = client.get("/").text
         listed = client.get("/v1/models").json()["models"]

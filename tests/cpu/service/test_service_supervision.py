@@ -20,6 +20,10 @@ from pathlib import Path
 import pytest
 from served import LONG, Server, eventually, head, refused, running
 
+from confpred.service.metrics import Metrics, Totals, rows
+
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[Path]:
@@ -31,9 +35,9 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def model(tmp_path: Path, repository: Path) -> Path:
+def model(tmp_path: Path, model_folder: Path) -> Path:
     """Return a model folder that may be damaged."""
-    return shutil.copytree(repository / "models" / "h100-2026.11.25", tmp_path / "model")
+    return shutil.copytree(model_folder, tmp_path / "model")
 
 
 def alive(process: int) -> bool:
@@ -189,7 +193,7 @@ def test_a_model_that_does_not_load_ends_the_start(model: Path) -> None:
 
 def test_a_full_disk_at_the_start_is_one_clear_line(temporary: Path) -> None:
     def no_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
     code, said = refused("--port", "0", preexec_fn=no_room, TMPDIR=str(temporary))
     assert (code, len(said.splitlines())) == (1, 1)
@@ -201,7 +205,7 @@ def test_a_full_disk_refuses_the_reload_alone(tmp_path: Path, model: Path) -> No
         card = (model / "card.json").read_text()
         (model / "card.json").write_text(card + "\n")
         # The log may still grow a little.
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (50_000, 50_000))
         reply = server.post("/v1/models/reload")
         assert reply.status_code == 409
         assert "cannot write " in reply.json()["error"]["message"]
@@ -253,3 +257,41 @@ def test_a_request_that_takes_longer_than_grace_is_told(tmp_path: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stopping")
         assert server.process.wait(60) == 0
         assert "Traceback" not in server.said()
+
+
+# Counts of many processes are one: they need no file, outlive processes, and miss no request.
+
+
+@pytest.mark.slow(reason="a worker is replaced")
+def test_counts_need_no_file_and_outlive_their_process(tmp_path: Path, temporary: Path) -> None:
+    counted = 'confpred_requests_total{route="/v1/predict",status="200"}'
+    with running(tmp_path, "--workers", "2", TMPDIR=str(temporary)) as server:
+        for _ in range(10):
+            assert server.predict().status_code == 200
+        (home,) = temporary.iterdir()
+        assert [path.name for path in home.iterdir()] == ["generations"]
+        assert server.metric(counted) == 10
+        server.kill_worker()
+        eventually(lambda: server.metric("confpred_workers_replaced_total") == 1)
+        assert server.metric(counted) == 10
+        eventually(lambda: server.metric("confpred_workers") == 2)
+        assert server.metric("confpred_workers_wanted") == 2
+        shutil.rmtree(home)
+        assert server.metric(counted) == 10
+        assert server.get("/metrics").text.count("HELP confpred_requests_total") == 1
+
+
+def test_processes_that_have_ended_are_one_to_add_up() -> None:
+    totals, metrics = Totals(), Metrics()
+    metrics.served("/healthz", 200, 0.001)
+    metrics.add(1, "confpred_in_flight_requests")
+    for process in range(1000):
+        totals.begin(process)
+        totals.note(process, metrics.rows())
+        totals.end(process)
+        totals.note(process, metrics.rows())  # too late
+    start = time.perf_counter()
+    total = totals.sum()
+    assert time.perf_counter() - start < 0.01
+    assert total["confpred_requests", "/healthz", "200"] == 1000
+    assert "confpred_in_flight_requests" not in {name for name, *_ in rows(total)}

@@ -4,7 +4,6 @@ host speaks for another."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -20,9 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import uploads
 from click.testing import CliRunner
-from served import Server, eventually, running
-from uploads import became, changed, keepers, send, sent, token, whole
+from served import copy_model, eventually
+from uploads import Site, changed, whole
 
 from confpred.cli import cli
 from confpred.client.transfer import fetch_rows
@@ -43,32 +43,23 @@ def anchors(repository: Path) -> pa.Table:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path, anchors: pa.Table) -> Path:
-    """Return the folder of a server with the operator's control configs, and a model of its own."""
-    made = tmp_path_factory.mktemp("trust")
-    (made / "exchange" / "controls").mkdir(parents=True)
-    pq.write_table(anchors, made / "exchange" / "controls" / "own.parquet")
-    (made / "models").mkdir()
-    shutil.copytree(repository / "models" / "h100-2026.11.25", made / "models" / "h100-1")
-    return made
-
-
-@pytest.fixture(scope="module")
-def secrets(folder: Path) -> dict[str, str]:
-    names = ("one", "another", "third", "loud", "quiet", "operator")
-    return {n: token(folder, n, "admin" if n == "operator" else "write") for n in names}
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, secrets: dict[str, str]) -> Iterator[Server]:
-    options = ("--tokens", str(folder / "tokens.json"), "--exchange", str(folder / "exchange"))
-    with running(folder, *options, "--model", str(folder / "models")) as made:
+def site(
+    tmp_path_factory: pytest.TempPathFactory, repository: Path, anchors: pa.Table
+) -> Iterator[Site]:
+    """Run a server with the operator's control configs, and a model of its own."""
+    folder = tmp_path_factory.mktemp("trust")
+    (folder / "exchange" / "controls").mkdir(parents=True)
+    pq.write_table(anchors, folder / "exchange" / "controls" / "own.parquet")
+    copy_model(repository / "models" / "h100-2026.11.25", folder / "models" / "h100-1")
+    scopes = dict.fromkeys(("one", "another", "third", "loud", "quiet"), "write")
+    scopes["operator"] = "admin"
+    with uploads.site(folder, scopes, "--model", str(folder / "models")) as made:
         yield made
 
 
 @pytest.fixture
-def exchange(folder: Path, server: Server) -> Exchange:
-    return Exchange(folder / "exchange")
+def exchange(site: Site) -> Exchange:
+    return Exchange(site.exchange)
 
 
 def called(table: pa.Table, run_id: str) -> pa.Table:
@@ -77,60 +68,54 @@ def called(table: pa.Table, run_id: str) -> pa.Table:
     return changed(table, "time", lambda each: ["2031-01-01T00:00:00Z"] * len(each))
 
 
-def command(folder: Path, *words: str) -> str:
-    done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(folder / "exchange")])
+def command(site: Site, *words: str) -> str:
+    done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(site.exchange)])
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def test_an_uploader_is_listed_revoked_and_queued_again(
-    server: Server,
-    folder: Path,
+    site: Site,
     exchange: Exchange,
-    secrets: dict[str, str],
     rows: pa.Table,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = sent(server, whole(rows.slice(1_000, 100)), secrets["third"])
-    second = sent(server, whole(rows.slice(1_050, 100)), secrets["another"])
+    first = site.sent(whole(rows.slice(1_000, 100)), "third")
+    second = site.sent(whole(rows.slice(1_050, 100)), "another")
     assert (first["rows"], second["rows"], first["token"]) == (100, 50, "third")
-    learned = folder / "exchange" / "models" / "h100-2"
-    shutil.copytree(folder / "models" / "h100-1", learned)
-    card = json.loads((learned / "card.json").read_text()) | {"uploads": {first["id"]: "third"}}
-    (learned / "card.json").write_text(json.dumps(card))
-    assert first["id"][:12] in command(folder, "list", "third")
-    said = command(folder, "revoke", "third")
+    learned = site.exchange / "models" / "h100-2"
+    copy_model(site.folder / "models" / "h100-1", learned, uploads={first["id"]: "third"})
+    assert first["id"][:12] in command(site, "list", "third")
+    said = command(site, "revoke", "third")
     assert "revoked by the operator" in said
     assert "withdrawn: h100-2" in said
     assert not learned.exists()
     # The rows that both had sent are the other's now.
-    eventually(lambda: exchange.named(second["id"])[0].rows == 100, server.said)
-    headers = {"authorization": f"Bearer {secrets['one']}"}
-    assert server.get(f"/v1/measurements/{first['id']}/rows", headers=headers).status_code == 404
-    assert (
-        send(server, whole(rows.slice(1_000, 100)), secrets["third"]).json()["state"] == "revoked"
-    )
-    command(folder, "requeue", first["id"][:8])
-    assert became(server, first["id"], secrets["third"])["rows"] == 50
+    eventually(lambda: exchange.named(second["id"])[0].rows == 100, site.server.said)
+    assert site.get(f"/v1/measurements/{first['id']}/rows", "one").status_code == 404
+    again = site.send(whole(rows.slice(1_000, 100)), "third")
+    assert again.json()["state"] == "revoked"
+    command(site, "requeue", first["id"][:8])
+    assert site.became(first["id"], "third")["rows"] == 50
     for words in (["revoke", "nobody"], ["revoke"], ["requeue", "0000000"]):
-        done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(folder / "exchange")])
+        done = CliRunner().invoke(cli, ["exchange", *words, "--exchange", str(site.exchange)])
         assert done.exit_code != 0
     exchange.path(ADMITTED, first["id"]).unlink()  # by hand
-    assert server.get(f"/v1/measurements/{first['id']}/rows", headers=headers).status_code == 404
-    monkeypatch.setenv("CONFPRED_TOKEN", secrets["one"])
-    fetch_rows(server.url, tmp_path)
+    assert site.get(f"/v1/measurements/{first['id']}/rows", "one").status_code == 404
+    monkeypatch.setenv("CONFPRED_TOKEN", site.secrets["one"])
+    fetch_rows(site.server.url, tmp_path)
     found = {path.stem.removeprefix("part-") for path in tmp_path.glob("*.parquet")}
     assert second["id"] in found
     assert first["id"] not in found
 
 
 def test_a_fault_of_the_server_is_no_fault_of_the_file(
-    server: Server, folder: Path, exchange: Exchange, secrets: dict[str, str], rows: pa.Table
+    site: Site, exchange: Exchange, rows: pa.Table
 ) -> None:
-    damaged = folder / "exchange" / "controls" / "damaged.parquet"
-    trees = folder / "models" / "h100-1" / "card.json"
-    text, (process,) = trees.read_bytes(), keepers(server)
+    damaged = site.exchange / "controls" / "damaged.parquet"
+    trees = site.folder / "models" / "h100-1" / "card.json"
+    text, (process,) = trees.read_bytes(), site.keepers()
 
     def small(least: int) -> None:
         for each in children(process):
@@ -144,14 +129,14 @@ def test_a_fault_of_the_server_is_no_fault_of_the_file(
     for number, (begin, end, reason) in enumerate(faults):
         begin()
         try:
-            upload = send(server, whole(rows.slice(2_000 + 500 * number, 500)), secrets["one"])
+            upload = site.send(whole(rows.slice(2_000 + 500 * number, 500)), "one")
             name = upload.json()["id"]
-            eventually(lambda name=name: exchange.named(name)[0].reason, server.said)
+            eventually(lambda name=name: exchange.named(name)[0].reason, site.server.said)
             assert reason in exchange.named(name)[0].reason
             assert exchange.named(name)[0].state == "received"
         finally:
             end()
-        found = became(server, name, secrets["one"])
+        found = site.became(name, "one")
         assert (found["state"], found["rows"], found["reason"]) == ("admitted", 500, None)
 
 
@@ -180,20 +165,27 @@ def bombs(rows: pa.Table) -> dict[str, bytes]:
 
 
 def test_a_file_that_is_too_large_to_check_is_refused_before_it_is_read(
-    server: Server, secrets: dict[str, str], rows: pa.Table
+    site: Site, rows: pa.Table
 ) -> None:
     for name, body in bombs(rows).items():
         assert len(body) < 500_000
         start = time.monotonic()
-        found = sent(server, body, secrets["one"])
+        found = site.sent(body, "one")
         assert found["state"] == "quarantined", name
         assert "has a text of " in found["reason"], found
         assert time.monotonic() - start < 30
-    (process,) = keepers(server)
+    (process,) = site.keepers()
     for checker in children(process):
         status = Path(f"/proc/{checker}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         assert int(peak.split()[1]) < 2_000_000, peak  # kB
+
+
+def kept(exchange: Exchange, body: bytes, token: str = "one") -> str:
+    """Store an upload as the server does, and return its name."""
+    arrived = exchange.folder / "arrived"
+    arrived.write_bytes(body)
+    return exchange.keep(arrived, sha256(body).hexdigest(), token, len(body)).id
 
 
 def test_a_check_has_limits_of_time_and_memory(
@@ -202,9 +194,7 @@ def test_a_check_has_limits_of_time_and_memory(
     exchange = Exchange(tmp_path)
 
     def arrived(number: int) -> str:
-        body = whole(rows.slice(100 * number, 100))
-        (tmp_path / "arrived").write_bytes(body)
-        return exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
+        return kept(exchange, whole(rows.slice(100 * number, 100)))
 
     limits = {
         "MOST_S = 0": ("quarantined", "s of a processor"),
@@ -230,72 +220,63 @@ def test_a_check_has_limits_of_time_and_memory(
     assert {each.state for each in exchange.latest(9)} == {"quarantined", "received", "admitted"}
 
 
-def test_what_was_sent_is_shown_on_one_line_and_short(
-    server: Server, folder: Path, secrets: dict[str, str], anchors: pa.Table
-) -> None:
+def test_what_was_sent_is_shown_on_one_line_and_short(site: Site, anchors: pa.Table) -> None:
     forged = "\nERROR:    forged <b>line</b> " + "x" * 1_500
     table = changed(called(anchors, forged), "time_ms", lambda ms: 2 * ms)
-    found = sent(server, whole(table), secrets["loud"])
+    found = site.sent(whole(table), "loud")
     assert found["state"] == "quarantined"
     assert "\\nERROR:" in found["reason"]
     assert len(found["reason"]) < 700
-    assert "\nERROR:    forged" not in server.said()
-    page = server.get("/", headers={"authorization": f"Bearer {secrets['one']}"})
+    assert "\nERROR:    forged" not in site.server.said()
+    page = site.get("/", "one")
     assert "<b>line" not in page.text
 
 
-def test_no_host_speaks_for_another(
-    server: Server, folder: Path, secrets: dict[str, str], rows: pa.Table, anchors: pa.Table
-) -> None:
+def test_no_host_speaks_for_another(site: Site, rows: pa.Table, anchors: pa.Table) -> None:
     """Control configs that are sent are no reference, and a run id is its token's own."""
     factor = 1.0
     for number in range(8):
         factor *= 1.02
         table = changed(anchors, "time_ms", lambda ms, factor=factor: factor * ms)
-        sent(server, whole(called(table, f"drifting {number}")), secrets["loud"])
+        site.sent(whole(called(table, f"drifting {number}")), "loud")
     honest = changed(anchors, "time_ms", lambda ms: 0.98 * ms)
-    found = sent(server, whole(called(honest, "honest")), secrets["quiet"])
+    found = site.sent(whole(called(honest, "honest")), "quiet")
     assert found["state"] == "admitted", found
     wrong = changed(called(anchors, "shared"), "time_ms", lambda ms: 1.3 * ms)
-    assert sent(server, whole(wrong), secrets["loud"])["state"] == "quarantined"
+    assert site.sent(whole(wrong), "loud")["state"] == "quarantined"
     data = called(rows.slice(5_000, 50), "shared")
-    assert sent(server, whole(data), secrets["quiet"])["state"] == "admitted"
+    assert site.sent(whole(data), "quiet")["state"] == "admitted"
     more = called(rows.slice(5_100, 50), "shared")
-    found = sent(server, whole(more), secrets["loud"])
+    found = site.sent(whole(more), "loud")
     assert (found["state"], "of run shared" in found["reason"]) == ("quarantined", True)
-    assert [path.name for path in (folder / "exchange" / "controls").iterdir()] == ["own.parquet"]
+    assert [path.name for path in (site.exchange / "controls").iterdir()] == ["own.parquet"]
 
 
 def test_a_kill_between_publishing_and_saying_so_is_made_up_for(
-    server: Server, folder: Path, exchange: Exchange, secrets: dict[str, str]
+    site: Site, exchange: Exchange
 ) -> None:
-    headers = {"authorization": f"Bearer {secrets['operator']}"}
-
     def in_use() -> str:
-        models = server.get("/v1/models", headers=headers).json()["models"]
+        models = site.get("/v1/models", "operator").json()["models"]
         return next(m["digest"] for m in models if m["in_use"] and m["device"] == "h100")
 
     job = exchange.add_job("h100")
-    eventually(lambda: job_now(exchange, job.id).ended, server.said)  # as there is no base
+    eventually(
+        lambda: job_now(exchange, job.id).ended, site.server.said, 250
+    )  # as there is no base
     assert "operator's own" in (job_now(exchange, job.id).reason or "")
     exchange.set_job(job.id, "running")
-    made = folder / "models-made"
-    shutil.copytree(folder / "models" / "h100-1", made)
-    started = job_now(exchange, job.id).started
-    card = json.loads((made / "card.json").read_text())
-    card |= {"created": "2031-01-01", "job": [job.id, started], "why": "made up"}
-    (made / "card.json").write_text(json.dumps(card))
-    made.rename(folder / "exchange" / "models" / "h100-2031")
-    digest = sha256((folder / "exchange/models/h100-2031/card.json").read_bytes()).hexdigest()
-    os.kill(keepers(server).pop(), signal.SIGKILL)
-    eventually(lambda: job_now(exchange, job.id).state == "published", server.said)
+    card = {"created": "2031-01-01", "job": [job.id, job_now(exchange, job.id).started]}
+    made = site.exchange / "models" / "h100-2031"
+    digest = copy_model(site.folder / "models" / "h100-1", made, why="made up", **card)
+    os.kill(site.keepers().pop(), signal.SIGKILL)
+    eventually(lambda: job_now(exchange, job.id).state == "published", site.server.said, 250)
     assert job_now(exchange, job.id).reason == "h100-2031: made up"
-    eventually(lambda: in_use() == digest, server.said)
+    eventually(lambda: in_use() == digest, site.server.said, 250)
     other = exchange.add_job("h100")
-    eventually(lambda: job_now(exchange, other.id).ended, server.said)
+    eventually(lambda: job_now(exchange, other.id).ended, site.server.said, 250)
     exchange.set_job(other.id, "running")  # and the server is killed: it begins anew
-    os.kill(keepers(server).pop(), signal.SIGKILL)
-    eventually(lambda: job_now(exchange, other.id).state == "failed", server.said)
+    os.kill(site.keepers().pop(), signal.SIGKILL)
+    eventually(lambda: job_now(exchange, other.id).state == "failed", site.server.said, 250)
 
 
 def job_now(exchange: Exchange, number: int) -> Any:
@@ -305,25 +286,19 @@ def job_now(exchange: Exchange, number: int) -> Any:
 def test_rows_that_start_a_retraining_are_counted_over_kills(
     tmp_path: Path, rows: pa.Table
 ) -> None:
-    options = ("--exchange", str(tmp_path / "exchange"), "--retrain-rows", "100")
-    with running(tmp_path, *options) as server:
-        for number in range(2):
-            upload = send(server, whole(rows.slice(100 * number, 60)), None).json()["id"]
-            became(server, upload, "x")
-            jobs = server.get("/v1/jobs").json()["jobs"]
-            assert [job["device"] for job in jobs] == ["h100"] * number
-            os.kill(keepers(server).pop(), signal.SIGKILL)
-            eventually(lambda: keepers(server))
+    settings = Settings(exchange=str(tmp_path), retrain_rows=100)
+    for number in range(2):
+        exchange = Exchange(tmp_path)
+        kept(exchange, whole(rows.slice(100 * number, 60)))
+        keeper.Keeper(settings, os.getpid())._check(exchange.latest(1)[0])
+        assert [job.device for job in exchange.jobs()] == ["h100"] * number
 
 
 def test_files_follow_the_database_whatever_was_killed(tmp_path: Path, rows: pa.Table) -> None:
     """One step says what becomes of an upload; a kill leaves files that do not count."""
     exchange, ids = Exchange(tmp_path / "exchange"), {}
     for number, state in enumerate(("quarantined", "revoked", "received", "admitted", "gone")):
-        body = whole(rows.slice(number, 1))
-        (tmp_path / "arrived").write_bytes(body)
-        upload = exchange.keep(tmp_path / "arrived", sha256(body).hexdigest(), "one", len(body)).id
-        ids[state] = upload
+        upload = ids[state] = kept(exchange, whole(rows.slice(number, 1)))
         shutil.copy(exchange.path(UPLOADS, upload), exchange.path(ADMITTED, upload))
         if state in ("admitted", "gone"):
             exchange.admit(upload, rows=1, in_all=1, devices={"h100": 1}, wanted=0)

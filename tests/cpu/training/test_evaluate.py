@@ -126,6 +126,7 @@ def test_the_whole_choice_is_made_with_a_margin(evaluation):
     assert whole.geomean == pytest.approx(np.exp(np.log(chosen).mean()))
 
 
+@pytest.mark.slow(reason="folds are trained and judged in other processes")
 def test_command_prints_writes_and_plots(few_measurements, tmp_path):
     figures, plot = tmp_path / "figures.json", tmp_path / "regret.png"
     # This module is found first, also by the processes that judge, as if XGBoost were not

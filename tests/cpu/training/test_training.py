@@ -12,7 +12,6 @@ import synthetic
 from command_line import worked
 from joblib.externals.loky import get_reusable_executor
 from shared import room_for
-from slow import slow_but
 from synthetic import SMALL
 
 from confpred.errors import DataError, InvalidInput, StorageError
@@ -174,12 +173,9 @@ def test_data_of_one_network_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("limit", "what"),
-    slow_but(
-        [(5_000, "{out}")],
-        [(0, "what processes share"), (100, "{out}"), (5_000, "{out}")],
-        "models are trained",
-    ),
+    [(0, "what processes share"), (100, "{out}"), (5_000, "{out}")],
 )
+@pytest.mark.slow(reason="models are trained by new processes")
 def test_a_refused_write_leaves_nothing_behind(measurements, tmp_path, limit, what):
     out = tmp_path / "models" / "full"
     refused = f"^cannot write {what.format(out=out)}: File too large"
