@@ -6,6 +6,7 @@ model is found in it by its parameters and buffers.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,6 +96,7 @@ class Capture:
         ordinal: the CUDA device; None where its tensors are elsewhere.
         passes: as they run.
         seconds: that compiling took.
+        number: captures are counted in their order.
     """
 
     inputs: str
@@ -107,6 +109,7 @@ class Capture:
     ordinal: int | None = None
     passes: list[Pass] = field(default_factory=list)
     seconds: float = 0.0
+    number: int = field(default_factory=itertools.count().__next__)
 
     def reason(self, site: Site) -> str:
         """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
@@ -266,7 +269,7 @@ def status(model: nn.Module) -> Status:
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     calls = getattr(model._compiled_call_impl, "calls", None)
-    found = sorted(_captures_of(model, calls), key=lambda each: each.frame)
+    found = sorted(_captures_of(model, calls), key=lambda each: (each.frame, each.number))
     frames: dict[int, list[Capture]] = {}
     for each in found:
         frames.setdefault(each.frame, []).append(each)
