@@ -82,7 +82,9 @@ def optimize(
         return torch.compile(frame, backend=backend, dynamic=dynamic, options=dict(options))
 
     made = _Optimized(model, capture, calls)
-    model._compiled_call_impl = made
+    call = _function(made, model)
+    call.calls = calls
+    model._compiled_call_impl = call
     if example_inputs is not None:
         try:
             _compare(model, made, *as_arguments(example_inputs))
@@ -184,14 +186,31 @@ class _Part:
 def _watch_parts(model: nn.Module, calls: Calls) -> None:
     """Notice where a module of `model` runs before the model is called."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is None or type(module._compiled_call_impl) is _Part:
-            module._compiled_call_impl = _Part(model, name, module, calls)
+        if module._compiled_call_impl is None or _is_part(module):
+            module._compiled_call_impl = _function(_Part(model, name, module, calls), module)
 
 
 def _unwatch_parts(model: nn.Module) -> None:
     for module in model.modules():
-        if type(module._compiled_call_impl) is _Part:
+        if _is_part(module):
             module._compiled_call_impl = None
+
+
+def _is_part(module: nn.Module) -> bool:
+    return type(getattr(module._compiled_call_impl, "made", None)) is _Part
+
+
+def _function(made: _Optimized | _Part, module: nn.Module) -> Any:
+    """Return `made` as a function for calls of `module`: TorchScript passes over functions that a
+    module has, and refuses other objects. Who compiles or exports the module sees it as it is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        return made(*args, **kwargs)
+
+    call.made = made  # type: ignore[attr-defined]
+    return call
 
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:

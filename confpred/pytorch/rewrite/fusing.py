@@ -211,7 +211,7 @@ def _spell_out(norm: Any) -> None:
     formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
     longer than its memory."""
     first = None if norm is None else following.first_result(norm)
-    if first is None:
+    if first is None or val_of(first).dtype not in DTYPES:
         return
     graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
     vectors = _fold(following.Chain((norm, first), norm), None, None)
