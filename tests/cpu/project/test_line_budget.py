@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 921, "confpred/problem": 1133, "confpred/products": 425,
     "confpred/pytorch": 4133, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 2007, "examples": 500,
-    "service": 3454, "tests": 29707,
+    "service": 3454, "tests": 29709,
 }  # fmt: skip
 MODULES = 165  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
