@@ -154,7 +154,7 @@ def test_train_judge_and_predict(repository: Path, folder: Path) -> None:
         digits = len(figure.partition(".")[2])
         assert float(found[1]) == pytest.approx(float(figure), abs=0.6 * 10**-digits)
     said = walk.run(predict, repository, folder)
-    assert re.search(r"rows=30000 columns=224 dtype=bfloat16 +1 +predicted +layer_norm", said)
+    assert re.search(r"rows=30000 columns=224 dtype=bfloat16\n1 +predicted +layer_norm", said)
 
 
 def test_the_committed_model_answers(repository: Path, folder: Path) -> None:

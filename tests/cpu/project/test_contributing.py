@@ -103,7 +103,7 @@ def walk(title: str, copy: Path) -> list[str]:
             outputs.append(said(run_in(copy, block.text, block.language)))
         elif block.mark == "run: refused":
             done = run_in(copy, block.text, block.language)
-            assert done.returncode == 1, done.stdout
+            assert done.returncode == 2, done.stdout
             outputs.append(done.stderr)
     check_files(
         recipe(title)[0], copy, {path for path, _ in before.items() ^ contents(copy).items()}
