@@ -121,10 +121,10 @@ def pull(url: str, device: str | None, digest: str | None, signers: Path | None)
         known = ", ".join(f"{each['device']} {each['digest'][:_DIGITS]}" for each in offered)
         raise InvalidInput("digest" if digest else "device", digest or device, f"one of {known}")
     wanted = device or str(found[0]["device"])
-    for each in _here():
-        if each["digest"] == found[0]["digest"] and signers is None:
-            used = "in use" if each["in_use"] else "not in use, as a newer one is"
-            click.echo(f"{each['folder']}: here already, and {used}")
+    for model in _here():
+        if model["digest"] == found[0]["digest"] and signers is None:
+            used = "in use" if model["in_use"] else "not in use, as a newer one is"
+            click.echo(f"{model['folder']}: here already, and {used}")
             return
     made = fetch(url, str(found[0]["digest"]), wanted, users_models(), signers)
     newest = _by_device(_here())[wanted]["folder"]

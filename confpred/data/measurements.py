@@ -67,8 +67,8 @@ class Measurement:
     def to_row(self) -> dict[str, Any]:
         """Return a flat dictionary of column values: pairs become ``_h`` and ``_w`` columns."""
         values = (getattr(self.problem, field.name) for field in dataclasses.fields(self.problem))
-        flat = (each for v in values for each in (v if isinstance(v, tuple) else (v,)))
-        row: dict[str, Any] = dict(zip(self.problem.column_types(), flat, strict=True))
+        members = (m for v in values for m in (v if isinstance(v, tuple) else (v,)))
+        row: dict[str, Any] = dict(zip(self.problem.column_types(), members, strict=True))
         row["networks"] = ",".join(self.networks)
         row["family"] = self.provider
         row["config"] = config_words(self.candidate)

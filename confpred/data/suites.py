@@ -45,11 +45,11 @@ class Suite:
     @property
     def networks(self) -> dict[Record, tuple[str, ...]]:
         """The distinct problems, each with the networks of all its entries."""
-        found: dict[Record, tuple[str, ...]] = {}
+        networks: dict[Record, tuple[str, ...]] = {}
         for entry in self.entries:
-            known = found.get(entry.problem, ())
-            found[entry.problem] = tuple(dict.fromkeys(known + entry.networks))
-        return found
+            before = networks.get(entry.problem, ())
+            networks[entry.problem] = tuple(dict.fromkeys(before + entry.networks))
+        return networks
 
 
 def read_suite(path: Path) -> Suite:

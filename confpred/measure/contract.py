@@ -85,8 +85,8 @@ def check_family(
                 launches += 1
                 for step in launch.steps if launch and not said else ():
                     steps.setdefault(step.kernel, (step, problem))
-                    known = grids.get(step.kernel, step.grid)
-                    grids[step.kernel] = tuple(map(max, known, step.grid))
+                    largest = grids.get(step.kernel, step.grid)
+                    grids[step.kernel] = tuple(map(max, largest, step.grid))
         if breaches or len(tried) >= _PROBLEMS:
             break
     if not tried and not breaches:
@@ -152,9 +152,9 @@ def _static(family: Any) -> Iterator[str]:
 
 def _misspelt(kind: type) -> Iterator[str]:
     """Yield the members of a family's own classes that look like inherited ones."""
-    classes = [each for each in kind.__mro__ if each not in (Shaped, Tabled, object)]
-    own = {name for each in classes for name in vars(each) if not name.startswith("__")}
-    members = {n for each in _BASES for n in dir(each) if not n.startswith(("__", "_abc", "_is_"))}
+    classes = [c for c in kind.__mro__ if c not in (Shaped, Tabled, object)]
+    own = {name for c in classes for name in vars(c) if not name.startswith("__")}
+    members = {n for base in _BASES for n in dir(base) if not n.startswith(("__", "_abc", "_is_"))}
     for name in sorted(own - members):
         if near := difflib.get_close_matches(name, members - own, 1, 0.8):
             yield f"{name}: is no member of a family, and {near[0]} is not overridden: misspelt?"

@@ -152,7 +152,7 @@ class _Optimized:
         if now != self._code:
             self._modules, self.captured = tuple(model.modules()), self._capture()
             self._code, calls.failed = _code_of(self._modules), ""
-        if calls.failed or _is_traced():
+        if calls.failed:
             return model._call_impl(*args, **kwargs)
         with compile_lock:
             pass
@@ -173,7 +173,7 @@ class _Part:
         self._model, self._name, self._module, self.of = model, name, module, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.of.outside or _is_traced()):
+        if not self.of.outside:
             self.of.outside, kind = self._name, type(self._model).__name__
             log.warning(
                 "%s was optimized, but its part %s runs outside of its call, as in eager mode:"
@@ -202,10 +202,10 @@ def _is_part(module: nn.Module) -> bool:
 
 def _function(made: _Optimized | _Part, module: nn.Module) -> Any:
     """Return `made` as a function for calls of `module`: TorchScript passes over functions that a
-    module has, and refuses other objects. Who compiles or exports the module sees it as it is."""
+    module has, and refuses other objects. Whatever traces the module sees it as it is."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return module._call_impl(*args, **kwargs)
         return made(*args, **kwargs)
 
@@ -224,9 +224,9 @@ def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 def _is_traced() -> bool:
-    """Return whether forward mode is on, or another tracer than Dynamo sees the model's calls."""
+    """Return whether forward mode is on, or something else than `optimize` traces a call."""
     return (
-        torch.compiler.is_exporting()
+        torch.compiler.is_compiling()  # or exports; first, as Dynamo reads no further
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None  # of torch.jit
         or proxy_tensor.get_proxy_mode() is not None

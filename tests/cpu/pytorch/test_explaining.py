@@ -191,7 +191,7 @@ def test_what_cudnn_brings_is_said_where_it_is_missing(monkeypatch) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 1)).half().eval().to(memory_format=torch.channels_last)
     x = image().half().contiguous(memory_format=torch.channels_last)
     for found in (None, "there"):
-        # Whether it is installed depends on the machine.
+        # It may be installed here, or not.
         monkeypatch.setattr(explain_module, "find_spec", lambda name, found=found: found)
         said = [r for r in confpred.explain(model, x, "h100").remarks if "cuDNN's plans" in r]
         assert len(said) == (found is None)
