@@ -96,8 +96,8 @@ def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:
     """
     fields: dict[str, Any] = {}
     for name, type_ in ((field.name, str(field.type)) for field in dataclasses.fields(kind)):
-        if name in kind.PAIRS:
-            fields[name] = (int(row[f"{name}_h"]), int(row[f"{name}_w"]))
+        if name in kind.TUPLES:
+            fields[name] = tuple(int(row[f"{name}_{axis}"]) for axis in kind.TUPLES[name])
         else:
             fields[name] = {"int": int, "bool": bool}.get(type_, str)(row[name])
     return kind(**fields)

@@ -491,7 +491,7 @@ def _place(problem: Record) -> tuple[list[float], list[object]]:
     kinds: list[object] = []
     for field in dataclasses.fields(problem):
         value = getattr(problem, field.name)
-        if field.name in problem.PAIRS:
+        if field.name in problem.TUPLES:
             sizes += (math.log2(1 + member) for member in value)
         elif field.name in problem.LIMITS:
             sizes.append(math.log2(max(value, 1)))

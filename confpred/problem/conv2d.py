@@ -81,7 +81,7 @@ class Problem(Record):
     """
 
     LIMITS: ClassVar[Mapping[str, tuple[int, int]]] = LIMITS
-    PAIRS: ClassVar[tuple[str, ...]] = PAIRS
+    TUPLES: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(PAIRS, ("h", "w"))
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = CHOICES
 
     n: int
@@ -147,12 +147,12 @@ class Problem(Record):
     @cached_property
     def p(self) -> int:
         """Output height."""
-        return _output_size(self.h, self.r, self.stride[0], self.padding[0], self.dilation[0])
+        return output_size(self.h, self.r, self.stride[0], self.padding[0], self.dilation[0])
 
     @cached_property
     def q(self) -> int:
         """Output width."""
-        return _output_size(self.w, self.s, self.stride[1], self.padding[1], self.dilation[1])
+        return output_size(self.w, self.s, self.stride[1], self.padding[1], self.dilation[1])
 
     @property
     def group_width(self) -> int:
@@ -198,8 +198,8 @@ class Problem(Record):
         image = self.input_elements
         if self.direction != "dgrad":
             down, across = zip(self.stride, self.padding, self.dilation, strict=True)
-            rows = _places_read(self.h, self.p, self.r, *down)
-            image = self.n * self.c * rows * _places_read(self.w, self.q, self.s, *across)
+            rows = places_read(self.h, self.p, self.r, *down)
+            image = self.n * self.c * rows * places_read(self.w, self.q, self.s, *across)
         elements = image + self.filter_elements + self.output_elements
         extra = self.k * self.bias + self.output_elements * self.residual
         return self.itemsize * (elements + extra)
@@ -210,12 +210,12 @@ class Problem(Record):
         return 2 * self.output_elements * self.group_width * self.r * self.s
 
 
-def _output_size(size: int, filter_size: int, stride: int, padding: int, dilation: int) -> int:
+def output_size(size: int, filter_size: int, stride: int, padding: int, dilation: int) -> int:
     return (size + 2 * padding - dilation * (filter_size - 1) - 1) // stride + 1
 
 
 @lru_cache(maxsize=4096)
-def _places_read(
+def places_read(
     size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
 ) -> int:
     """How many of `size` places along an axis are under some tap of some window."""

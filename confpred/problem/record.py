@@ -28,12 +28,12 @@ OTHER_NAMES: Mapping[str, str] = {**_NAMES, "fp32": "float32", **{n: n for n in 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Base of all problems. Fields are integers, pairs of integers, texts or booleans; one of the
+    """Base of all problems. Fields are integers, tuples of integers, texts or booleans; one of the
     texts is ``dtype``: ``float16``, ``bfloat16`` or ``float32``.
 
     Attributes:
-        LIMITS: smallest and largest value of every integer field; a pair obeys it in both members.
-        PAIRS: the integer fields that are pairs ``(vertical, horizontal)``.
+        LIMITS: smallest and largest value of every integer field; a tuple obeys it in all members.
+        TUPLES: the integer fields that have a member an axis, and the axes' letters in order.
         CHOICES: the allowed texts of every text field.
 
     Raises:
@@ -41,7 +41,7 @@ class Record:
     """
 
     LIMITS: ClassVar[Mapping[str, tuple[int, int]]] = {}
-    PAIRS: ClassVar[tuple[str, ...]] = ()
+    TUPLES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
@@ -53,11 +53,12 @@ class Record:
     @classmethod
     def _checked(cls, name: str, value: object) -> object:
         """`value` as the field `name` holds it."""
-        if name in cls.PAIRS:
-            pair = value if isinstance(value, (tuple, list)) else (value, value)
-            if len(pair) != 2:
-                raise InvalidProblem(name, value, "one integer or a pair of them")
-            return tuple(cls._integer(name, v) for v in pair)
+        if name in cls.TUPLES:
+            count = len(cls.TUPLES[name])
+            members = value if isinstance(value, (tuple, list)) else (value,) * count
+            if len(members) != count:
+                raise InvalidProblem(name, value, f"one integer or {_several(count)}")
+            return tuple(cls._integer(name, v) for v in members)
         if name in cls.LIMITS:
             return cls._integer(name, value)
         if name in cls.CHOICES:
@@ -77,11 +78,11 @@ class Record:
     @classmethod
     @cache
     def column_types(cls) -> Mapping[str, str]:
-        """Return the types of a table's columns by name; a pair has a column a member."""
+        """Return the types of a table's columns by name; a tuple has a column a member."""
         found: dict[str, str] = {}
         for name, field in cls._fields().items():
-            names = (f"{name}_h", f"{name}_w") if name in cls.PAIRS else (name,)
-            found |= dict.fromkeys(names, "int" if name in cls.PAIRS else str(field.type))
+            names = [f"{name}_{axis}" for axis in cls.TUPLES.get(name, ())]
+            found |= dict.fromkeys(names, "int") if names else {name: str(field.type)}
         return found
 
     @classmethod
@@ -94,8 +95,8 @@ class Record:
             number = operator.index(value)  # type: ignore[arg-type]
             if low <= number <= high and not isinstance(value, bool):
                 return number
-        pair = ", or a pair of them" if name in cls.PAIRS else ""
-        raise InvalidProblem(name, value, f"an integer from {low} to {high}{pair}")
+        several = f", or {_several(len(cls.TUPLES[name]))}" if name in cls.TUPLES else ""
+        raise InvalidProblem(name, value, f"an integer from {low} to {high}{several}")
 
     if TYPE_CHECKING:
 
@@ -134,7 +135,7 @@ class Record:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary that `from_json` accepts; pairs become lists."""
+        """Return a plain dictionary that `from_json` accepts; tuples become lists."""
         fields = {name: getattr(self, name) for name in self._fields()}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
@@ -168,8 +169,8 @@ class Record:
         """Build a problem from words such as ``"n=32 c=64 h=56 w=56 k=64 r=3 s=3 padding=1x2"``,
         with blanks between them.
 
-        A pair is one integer, or two joined by ``x`` or a comma. A dtype may have PyTorch's names,
-        too.
+        A tuple is one integer, or several joined by ``x`` or commas. A dtype may have PyTorch's
+        names, too.
 
         Raises:
             InvalidProblem: a word is not ``field=value``, or `from_json` refuses the fields.
@@ -200,7 +201,7 @@ class Record:
             return OTHER_NAMES.get(text.removeprefix("torch."), text) if name == "dtype" else text
         if name not in cls.LIMITS and name in cls._fields():
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-        if name in cls.PAIRS and re.fullmatch(r"[0-9]{1,18}[x,][0-9]{1,18}", text):
+        if name in cls.TUPLES and re.fullmatch(r"[0-9]{1,18}([x,][0-9]{1,18})+", text):
             return [int(part) for part in re.split("[x,]", text)]
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
@@ -218,7 +219,11 @@ class Record:
         return {name: _text(getattr(self, name)) for name in self._fields()}
 
 
+def _several(count: int) -> str:
+    return "a pair of them" if count == 2 else f"{count} of them"
+
+
 def _text(value: object) -> str:
     if isinstance(value, tuple):
-        value = value[0] if value[0] == value[1] else "x".join(map(str, value))
+        value = value[0] if len(set(value)) == 1 else "x".join(map(str, value))
     return str(value).lower()

@@ -445,7 +445,7 @@ def _raw_features(t: Timings) -> NDArray[np.float64]:
         if field.name in t.problem.CHOICES:
             sizes.append(t.problem.CHOICES[field.name].index(value))
         else:
-            sizes += value if field.name in t.problem.PAIRS else (value,)
+            sizes += value if field.name in t.problem.TUPLES else (value,)
     configs = all_families()[t.family].configs[t.rows]
     columns = [configs[name] for name in configs.dtype.names or ()]
     return np.column_stack([np.broadcast_to(sizes, (len(t.rows), len(sizes))), *columns])

@@ -17,7 +17,7 @@ class Softmax(Record):
     """Softmax of each row of a matrix, in square blocks."""
 
     LIMITS: ClassVar = {"rows": (1, 1000), "columns": (1, 64), "block": (1, 8)}
-    PAIRS: ClassVar = ("block",)
+    TUPLES: ClassVar = {"block": ("h", "w")}
     CHOICES: ClassVar = {"dtype": ("float16", "float32")}
 
     rows: int
