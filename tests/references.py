@@ -13,6 +13,7 @@ from torch.nn import grad as gradients
 
 from confpred.families.protocol import Family
 from confpred.measure.kernels import tolerance
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Operand
@@ -54,6 +55,40 @@ def reference(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, to
         if p.bias:
             found["bias_grad"] = t["out_grad"].sum((0, 2, 3))
     return {name: x.permute(0, 2, 3, 1) if x.dim() == 4 else x for name, x in found.items()}
+
+
+def reference_nd(problem: ConvNd, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`reference` of convolution of any rank and layout: gradients are autograd's."""
+    p, own = problem, slice(3 - problem.rank, None)
+    last = p.is_channels_last
+    t = {
+        n: x.double().movedim(-1, 1) if last and x.dim() > 1 else x.double()
+        for n, x in inputs.items()
+    }
+    x = t.get("in", torch.zeros(p.n, p.c, *p.input_shape[own], dtype=torch.float64))
+    taps = t.get(
+        "filter", torch.zeros(p.k, p.group_width, *p.filter_shape[own], dtype=torch.float64)
+    )
+    bias = torch.zeros(p.k, dtype=torch.float64) if p.direction != "fprop" else t.get("bias")
+    leaves = [leaf.requires_grad_() for leaf in (x, taps) if p.direction != "fprop"]
+    leaves += [bias.requires_grad_()] if leaves and bias is not None else []
+    layer = (p.stride[own], p.padding[own], p.dilation[own], p.groups)
+    out = getattr(F, f"conv{p.rank}d")(x, taps, bias, *layer)[..., : p.q]
+    if p.direction == "fprop":
+        found = {"out": _finished(p, out, t)}
+    else:
+        in_grad, filter_grad, bias_grad = torch.autograd.grad(out, leaves, t["out_grad"])
+        if p.direction == "wgrad":
+            found = {"filter_grad": filter_grad} | ({"bias_grad": bias_grad} if p.bias else {})
+        else:
+            offset = t["bias"].view(-1, *(1,) * p.rank) if p.bias else 0
+            found = {"in_grad": _finished(p, in_grad + offset, t)}
+    return {n: x.movedim(1, -1) if last and x.dim() > 1 else x for n, x in found.items()}
+
+
+def _finished(p: ConvNd, out: torch.Tensor, t: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = out + t.get("residual", 0)
+    return out if p.activation == "none" else getattr(F, p.activation)(out)
 
 
 def outside(

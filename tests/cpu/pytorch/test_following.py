@@ -77,6 +77,7 @@ def test_an_activation_is_found_with_its_gradient(name: str, row: Gradient) -> N
 def test_a_gradient_is_that_of_the_function(name: str, row: Gradient) -> None:
     operator, x = getattr(aten, row.operator), (3 * image()).requires_grad_()
     out = getattr(F, name)(x)
+    assert row.saves_output == hasattr(out.grad_fn, "_saved_result")
     (expected,) = torch.autograd.grad(out.sum(), x)
     for saved in (out, x) if row.saves_output else (x,):  # operators compute the argument again
         found = operator(torch.ones_like(x), saved.detach(), *row.arguments)

@@ -1,0 +1,93 @@
+// Depthwise 1-D convolution of contiguous rows, (N, C, W), in float32 arithmetic: the output, or the gradient of the
+// input, which is the same with the filter turned round (FLIP).
+//
+//   out[n, k, o] = activation(bias[k] + residual[n, k, o] + sum over s of in[n, k / multiplier, y] * filter[k, s])
+//
+// where UP * y = DOWN * o + DILATION * s - pad (line.cuh, which has a drawing, says what is compiled in). The config:
+//
+//   TILE     outputs of a thread at a time, in registers
+//   lanes    threads side by side along a row; the block's others take the next rows
+//   turns    tiles of a thread, one after the other, `lanes` tiles apart
+//
+// A thread loads the whole window of a tile, then adds it up; neighbours read what they share from the L1 cache. What
+// bounds it is memory: a row is read once and written once from there, in accesses of 16 bytes where the rows' lengths
+// allow. Where they do not (OUT_VEC), a block's outputs go through shared memory, so that a warp's stores are one run.
+#include "line.cuh"
+
+enum { MAX_THREADS = 256 };  // of a block
+constexpr bool STAGED = OUT_VEC * sizeof(Element) < 8;
+
+static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
+static_assert(VECTORS == HOST_VECTORS, "the host counts registers by them");
+static_assert(STAGED == HOST_STAGED, "the host gives shared memory to blocks that stage their outputs");
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) line(
+    Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
+    const Element* __restrict__ bias, const Element* __restrict__ residual, int rows, int k, int multiplier, int w, int q,
+    int first, int lanes, int rows_at_once, int turns, int q_blocks) {
+    extern __shared__ __align__(16) Element staged[];
+
+    const int lane = threadIdx.x % lanes, lane_row = threadIdx.x / lanes;
+    const int row = blockIdx.x / q_blocks * rows_at_once + lane_row, channel = row % k;
+    const bool works = lane_row < rows_at_once && row < rows;
+    const Element* const in_row = in + static_cast<i64>(row / k * (k / multiplier) + channel / multiplier) * w;
+    const i64 out_row = static_cast<i64>(row) * q;
+
+    float taps[S], offset = 0.0f;
+    if (works) {
+#pragma unroll
+        for (int s = 0; s < S; ++s) taps[s] = element_to_float(filter[channel * S + (FLIP ? S - 1 - s : s)]);
+        if (HAS_BIAS) offset = element_to_float(bias[channel]);
+    }
+
+    for (int turn = 0; turn < turns; ++turn) {
+        const int tile0 = (blockIdx.x % q_blocks * turns + turn) * lanes, o0 = (tile0 + lane) * TILE;
+        if (tile0 * TILE >= q) break;
+        float acc[TILE];
+        if (works && o0 < q) {
+            Window x;
+            x.load(in_row, DOWN * (o0 / UP) + first, w);
+#pragma unroll
+            for (int j = 0; j < TILE; ++j) acc[j] = offset;
+            if (HAS_RESIDUAL)
+#pragma unroll
+                for (int j = 0; j < TILE; j += OUT_VEC) {
+                    if (o0 + j >= q) break;
+                    Vector<OUT_VEC> packed;
+                    float more[OUT_VEC];
+                    packed.load(residual + out_row + o0 + j);
+                    packed.to_floats(more);
+#pragma unroll
+                    for (int v = 0; v < OUT_VEC; ++v) acc[j + v] += more[v];
+                }
+            for_each_read([&](int v) {
+                float part[IN_VEC];
+                x.parts[v].to_floats(part);
+#pragma unroll
+                for (int e = 0; e < IN_VEC; ++e)
+#pragma unroll
+                    for (int s = 0; s < S; ++s) {
+                        const int j = reader(v * IN_VEC + e, s);
+                        if (j >= 0) acc[j] += part[e] * taps[s];
+                    }
+            });
+#pragma unroll
+            for (int j = 0; j < TILE; j += OUT_VEC) {
+                float values[OUT_VEC];
+#pragma unroll
+                for (int v = 0; v < OUT_VEC; ++v) values[v] = activate<ACTIVATION>(acc[j + v]);
+                Vector<OUT_VEC> packed;
+                packed.from_floats(values);
+                if (STAGED) packed.store(staged + threadIdx.x * TILE + j);
+                else if (o0 + j < q) packed.store(out + out_row + o0 + j);
+            }
+        }
+        if (STAGED) {
+            __syncthreads();
+            const int count = min(lanes * TILE, q - tile0 * TILE);
+            if (works)
+                for (int i = lane; i < count; i += lanes) out[out_row + tile0 * TILE + i] = staged[lane_row * lanes * TILE + i];
+            __syncthreads();
+        }
+    }
+}

@@ -1,0 +1,57 @@
+// What the kernels of depthwise 1-D convolution share: the part of an input row that a tile of outputs reads, as one
+// thread holds it. Rows are contiguous, (N, C, W), and filters (K, S).
+//
+// Compile-time, beside DTYPE: the filter's taps S, its DILATION, and which input y an output o reads at tap s:
+//
+//   UP * y = DOWN * o + DILATION * s - pad      forward: UP 1, DOWN the stride; gradient of the input: the other way round
+//
+// A tile has TILE outputs from o0 on, a multiple of TILE. The window of its inputs begins at an access of IN_VEC
+// elements that does not cross a row's end, as IN_VEC divides the rows: at y0 = DOWN * o0 / UP + first. Of a pad of 3,
+// with 4 elements an access, 4 taps and 8 outputs (UP = DOWN = DILATION = 1):
+//
+//   y                 -4 -3 -2 -1 | 0  1  2  3 | 4  5  6  7      VECTORS = 3, first = -4, PHASE = 1
+//   output 0 reads        ^  ^  ^   ^
+//   output 7 reads                            ^    ^  ^  ^
+//
+// PHASE is where output 0 meets tap 0, times UP: it depends on pad alone, which is not compiled in otherwise.
+#pragma once
+#include "depthwise.cuh"
+
+constexpr int LAST = (DOWN * (TILE - 1) + DILATION * (S - 1) + PHASE) / UP;  // element of the window
+constexpr int VECTORS = LAST / IN_VEC + 1;
+
+// The output that reads element `e` of the window at a tap; -1 for none.
+__device__ __forceinline__ constexpr int reader(int e, int tap) {
+    const int reached = UP * e - PHASE - DILATION * tap;
+    return reached < 0 || reached % DOWN || reached / DOWN >= TILE ? -1 : reached / DOWN;
+}
+
+// Whether some output reads an element of access `v`: not so between the taps of a large dilation.
+__device__ __forceinline__ constexpr bool is_read(int v) {
+    for (int e = v * IN_VEC; e < (v + 1) * IN_VEC; ++e)
+        for (int tap = 0; tap < S; ++tap)
+            if (reader(e, tap) >= 0) return true;
+    return false;
+}
+
+// Each access is known at compile time, so that what is not read takes no register.
+template <int V = 0, typename Visit>
+__device__ __forceinline__ void for_each_read(const Visit& visit) {
+    if constexpr (V < VECTORS) {
+        if constexpr (is_read(V)) visit(V);
+        for_each_read<V + 1>(visit);
+    }
+}
+
+struct Window {
+    Vector<IN_VEC> parts[VECTORS];
+
+    // `y0` is of the window's first element in a `row` of `w` elements; zeros stand for what lies outside.
+    __device__ __forceinline__ void load(const Element* row, int y0, int w) {
+        for_each_read([&](int v) {
+            const int y = y0 + v * IN_VEC;
+            parts[v] = {};
+            if (y >= 0 && y < w) parts[v].load(row + y);
+        });
+    }
+};

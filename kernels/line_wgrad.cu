@@ -1,0 +1,81 @@
+// Depthwise 1-D convolution of contiguous rows, (N, C, W): gradient of the filter and of the bias, in float32
+// arithmetic.
+//
+//   filter_grad[k, s] = sum over n, o of out_grad[n, k, o] * in[n, k / multiplier, DOWN * o + DILATION * s - pad]
+//   bias_grad[k]      = sum over n, o of out_grad[n, k, o]
+//
+// DOWN is the stride, and UP is 1 (line.cuh, which has a drawing, says what is compiled in). The config:
+//
+//   TILE     outputs of a thread at a time
+//   threads  of a block, which has one channel
+//   splits   blocks that share a channel
+//
+// A thread goes through tiles of the channel's rows, of all images, and keeps the S sums in registers. At the end the
+// block adds up its threads' sums, by shuffles within a warp and then in shared memory. One split writes the result;
+// several write their sums to `partials`, which depthwise_wgrad_sum adds up. The order of all sums is fixed.
+#include "line.cuh"
+
+enum { MAX_THREADS = 256, WARP = 32 };
+constexpr int SUMS = S + HAS_BIAS;
+
+static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
+static_assert(VECTORS == HOST_VECTORS, "the host counts registers by them");
+static_assert(SUMS == HOST_SUMS, "the host gives each warp shared memory for its sums");
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) line_wgrad(
+    Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
+    const Element* __restrict__ in, float* __restrict__ partials, int n, int k, int multiplier, int w, int q, int first,
+    int q_tiles, int splits) {
+    extern __shared__ __align__(16) float shared[];
+
+    const int channel = blockIdx.x % k, split = blockIdx.x / k, channels = k / multiplier;
+    float sums[SUMS] = {};
+    for (int tile = split * blockDim.x + threadIdx.x; tile < n * q_tiles; tile += splits * blockDim.x) {
+        const int image = tile / q_tiles, o0 = tile % q_tiles * TILE;
+        const Element* const out_row = out_grad + (static_cast<i64>(image) * k + channel) * q + o0;
+        Window x;
+        x.load(in + (static_cast<i64>(image) * channels + channel / multiplier) * w, DOWN * o0 + first, w);
+        float grad[TILE];
+#pragma unroll
+        for (int j = 0; j < TILE; j += OUT_VEC) {
+            Vector<OUT_VEC> packed = {};
+            if (o0 + j < q) packed.load(out_row + j);
+            float values[OUT_VEC];
+            packed.to_floats(values);
+#pragma unroll
+            for (int v = 0; v < OUT_VEC; ++v) grad[j + v] = values[v];
+        }
+        for_each_read([&](int v) {
+            float part[IN_VEC];
+            x.parts[v].to_floats(part);
+#pragma unroll
+            for (int e = 0; e < IN_VEC; ++e)
+#pragma unroll
+                for (int s = 0; s < S; ++s) {
+                    const int j = reader(v * IN_VEC + e, s);
+                    if (j >= 0) sums[s] += part[e] * grad[j];
+                }
+        });
+        if (HAS_BIAS)
+#pragma unroll
+            for (int j = 0; j < TILE; ++j) sums[SUMS - 1] += grad[j];
+    }
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+        for (int distance = WARP / 2; distance > 0; distance /= 2)
+            sums[i] += __shfl_down_sync(~0u, sums[i], distance);
+        if (lane == 0) shared[warp * SUMS + i] = sums[i];
+    }
+    __syncthreads();
+    const i64 filter_elements = static_cast<i64>(k) * S, elements = filter_elements + (HAS_BIAS ? k : 0);
+    for (int i = threadIdx.x; i < SUMS; i += blockDim.x) {
+        float sum = 0.0f;
+        for (int other = 0; other < static_cast<int>(blockDim.x) / WARP; ++other) sum += shared[other * SUMS + i];
+        const i64 element = i < S ? static_cast<i64>(channel) * S + i : filter_elements + channel;
+        if (splits > 1) partials[split * elements + element] = sum;
+        else if (i < S) filter_grad[element] = element_from_float(sum);
+        else bias_grad[channel] = element_from_float(sum);
+    }
+}
