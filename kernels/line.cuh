@@ -20,17 +20,17 @@
 constexpr int LAST = (DOWN * (TILE - 1) + DILATION * (S - 1) + PHASE) / UP;  // element of the window
 constexpr int VECTORS = LAST / IN_VEC + 1;
 
-// The output that reads element `e` of the window at a tap; -1 for none.
-__device__ __forceinline__ constexpr int reader(int e, int tap) {
-    const int reached = UP * e - PHASE - DILATION * tap;
-    return reached < 0 || reached % DOWN || reached / DOWN >= TILE ? -1 : reached / DOWN;
+// The tap at which output `j` of the tile reads element `e` of the window; -1 for none.
+__device__ __forceinline__ constexpr int tap_of(int e, int j) {
+    const int reached = UP * e - PHASE - DOWN * j;
+    return reached < 0 || reached % DILATION || reached / DILATION >= S ? -1 : reached / DILATION;
 }
 
 // Whether some output reads an element of access `v`: not so between the taps of a large dilation.
 __device__ __forceinline__ constexpr bool is_read(int v) {
     for (int e = v * IN_VEC; e < (v + 1) * IN_VEC; ++e)
-        for (int tap = 0; tap < S; ++tap)
-            if (reader(e, tap) >= 0) return true;
+        for (int j = 0; j < TILE; ++j)
+            if (tap_of(e, j) >= 0) return true;
     return false;
 }
 

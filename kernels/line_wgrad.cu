@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) line_wgrad(
 #pragma unroll
             for (int e = 0; e < IN_VEC; ++e)
 #pragma unroll
-                for (int s = 0; s < S; ++s) {
-                    const int j = reader(v * IN_VEC + e, s);
-                    if (j >= 0) sums[s] += part[e] * grad[j];
+                for (int j = 0; j < TILE; ++j) {
+                    const int s = tap_of(v * IN_VEC + e, j);
+                    if (s >= 0) sums[s] += part[e] * grad[j];
                 }
         });
         if (HAS_BIAS)

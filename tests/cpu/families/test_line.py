@@ -37,7 +37,7 @@ def test_layers_of_networks_have_configs_of_few_kernels(
     for device in ARCHITECTURES.values():
         rows = np.flatnonzero(family.legal(problem, device))
         launches = [family.launch(problem, int(row)) for row in rows]
-        assert len(rows) >= 5
+        assert len(rows) >= 3
         assert len({launch.steps[0].kernel for launch in launches}) <= 3
         steps = [repr(launch.steps) for launch in launches]
         assert len(set(steps)) == len(steps)  # no two configs are the same launch
@@ -51,7 +51,7 @@ def test_layers_of_networks_have_configs_of_few_kernels(
         {"groups": 64},
         {"stride": 3},
         {"s": 65},
-        {"dilation": 4096},
+        {"dilation": 512, "padding": 9000},
     ],
 )
 def test_other_layers_have_none(change: dict[str, object]) -> None:
