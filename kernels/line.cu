@@ -60,17 +60,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) line(
 #pragma unroll
                     for (int v = 0; v < OUT_VEC; ++v) acc[j + v] += more[v];
                 }
-            for_each_read([&](int v) {
-                float part[IN_VEC];
-                x.parts[v].to_floats(part);
 #pragma unroll
-                for (int e = 0; e < IN_VEC; ++e)
+            for (int s = 0; s < S; ++s)
 #pragma unroll
-                    for (int j = 0; j < TILE; ++j) {
-                        const int s = tap_of(v * IN_VEC + e, j);
-                        if (s >= 0) acc[j] += part[e] * taps[s];
-                    }
-            });
+                for (int j = 0; j < TILE; ++j) {
+                    const int e = element_of(j, s);
+                    if (e >= 0) acc[j] += x.at(e) * taps[s];
+                }
 #pragma unroll
             for (int j = 0; j < TILE; j += OUT_VEC) {
                 float values[OUT_VEC];

@@ -20,17 +20,17 @@
 constexpr int LAST = (DOWN * (TILE - 1) + DILATION * (S - 1) + PHASE) / UP;  // element of the window
 constexpr int VECTORS = LAST / IN_VEC + 1;
 
-// The tap at which output `j` of the tile reads element `e` of the window; -1 for none.
-__device__ __forceinline__ constexpr int tap_of(int e, int j) {
-    const int reached = UP * e - PHASE - DOWN * j;
-    return reached < 0 || reached % DILATION || reached / DILATION >= S ? -1 : reached / DILATION;
+// The element of the window that output `j` of the tile reads at a tap; -1 for none.
+__device__ __forceinline__ constexpr int element_of(int j, int tap) {
+    const int reached = DOWN * j + DILATION * tap + PHASE;
+    return reached % UP ? -1 : reached / UP;
 }
 
 // Whether some output reads an element of access `v`: not so between the taps of a large dilation.
 __device__ __forceinline__ constexpr bool is_read(int v) {
-    for (int e = v * IN_VEC; e < (v + 1) * IN_VEC; ++e)
+    for (int tap = 0; tap < S; ++tap)
         for (int j = 0; j < TILE; ++j)
-            if (tap_of(e, j) >= 0) return true;
+            if (element_of(j, tap) >= 0 && element_of(j, tap) / IN_VEC == v) return true;
     return false;
 }
 
@@ -45,6 +45,10 @@ __device__ __forceinline__ void for_each_read(const Visit& visit) {
 
 struct Window {
     Vector<IN_VEC> parts[VECTORS];
+
+    __device__ __forceinline__ float at(int element) const {
+        return element_to_float(reinterpret_cast<const Element*>(&parts[element / IN_VEC])[element % IN_VEC]);
+    }
 
     // `y0` is of the window's first element in a `row` of `w` elements; zeros stand for what lies outside.
     __device__ __forceinline__ void load(const Element* row, int y0, int w) {

@@ -45,17 +45,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) line_wgrad(
 #pragma unroll
             for (int v = 0; v < OUT_VEC; ++v) grad[j + v] = values[v];
         }
-        for_each_read([&](int v) {
-            float part[IN_VEC];
-            x.parts[v].to_floats(part);
 #pragma unroll
-            for (int e = 0; e < IN_VEC; ++e)
+        for (int s = 0; s < S; ++s)
 #pragma unroll
-                for (int j = 0; j < TILE; ++j) {
-                    const int s = tap_of(v * IN_VEC + e, j);
-                    if (s >= 0) sums[s] += part[e] * grad[j];
-                }
-        });
+            for (int j = 0; j < TILE; ++j) {
+                const int e = element_of(j, s);
+                if (e >= 0) sums[s] += x.at(e) * grad[j];
+            }
         if (HAS_BIAS)
 #pragma unroll
             for (int j = 0; j < TILE; ++j) sums[SUMS - 1] += grad[j];
