@@ -45,6 +45,17 @@ def test_a_saved_tensor_that_is_held(hold: Callable[[Tensor], Any]) -> None:
     assert not saved.are_held()
 
 
+def test_what_autograd_holds_is_seen_without_pythons_count() -> None:
+    """Newer PyTorch counts a tensor that C++ holds for Python, too; older does not."""
+    saved = SavedTensors([torch.ones(2, 3)])
+    _, before, _ = saved._counts()
+    out = recorded(next(iter(saved)))
+    _, after, _ = saved._counts()
+    assert after != before
+    del out
+    assert saved._counts()[1] == before
+
+
 def test_what_is_computed_from_them_holds_nothing() -> None:
     saved = SavedTensors([torch.ones(2, 3)])
     (x,) = saved
