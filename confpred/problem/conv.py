@@ -122,19 +122,19 @@ class ConvNd(Record):
 
     def __post_init__(self) -> None:
         rank = self._integer("rank", self.rank)
+        missing = MAX_RANK - rank
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name)
-            own = tuple(value) if isinstance(value, (tuple, list)) else (value,) * rank
-            missing = (neutral,) * (MAX_RANK - rank)
-            object.__setattr__(self, name, missing + own if len(own) == rank else own)
+            members = tuple(value) if isinstance(value, (tuple, list)) else (value,) * rank
+            if len(members) == rank:
+                object.__setattr__(self, name, (neutral,) * missing + members)
+            elif len(members) != MAX_RANK or members[:missing] != (neutral,) * missing:
+                several = "" if rank == 1 else f", or {rank} of them"
+                self._refuse(name, f"an integer{several}, as rank is {rank}")
         super().__post_init__()
-        for axis in range(MAX_RANK - rank):
-            for name in (_INPUT[axis], _FILTER[axis]):
-                if getattr(self, name) != 1:
-                    self._refuse(name, f"1, as rank {rank} has no such axis")
-            for name, neutral in _NEUTRAL.items():
-                if getattr(self, name)[axis] != neutral:
-                    self._refuse(name, f"an integer, or {rank} of them, as rank is {rank}")
+        for name in (*_INPUT[:missing], *_FILTER[:missing]):
+            if getattr(self, name) != 1:
+                self._refuse(name, f"1, as rank {rank} has no such axis")
         for name in ("activation", "residual"):
             if self.direction == "wgrad" and getattr(self, name) not in ("none", False):
                 self._refuse(name, "left out in direction wgrad")
