@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.errors import InvalidProblem
+from confpred.errors import InvalidProblem, nearest
 from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.conv2d import (
     DIRECTIONS,
@@ -318,11 +318,29 @@ class ConvNd(Record):
         )
 
     def to_texts(self) -> dict[str, str]:
-        texts = super().to_texts()
+        """Return the texts of all fields, sizes first, each axis in its place."""
+        known = super().to_texts()
+        texts = {name: known[name] for name in dict.fromkeys((*"ncdhwktrs", *known))}
         for name in _NEUTRAL:
             own = getattr(self, name)[MAX_RANK - self.rank :]
             texts[name] = str(own[0]) if len(set(own)) == 1 else "x".join(map(str, own))
         return texts
+
+
+#: Fields that a `Problem` of `confpred.problem.conv2d` lacks.
+_OWN = frozenset(("d", "t", "rank", "layout", "cut"))
+
+
+def kind_of(fields: object) -> type[Problem] | type[ConvNd]:
+    """Return the record of a convolution whose fields are named so: `ConvNd` where one is a field
+    of `ConvNd` alone or is like one, or where ``w`` or ``s`` is there without ``h`` and ``r``."""
+    if not isinstance(fields, Mapping):
+        return Problem  # which refuses it
+    own = ConvNd._fields()
+    named = {name if name in own else nearest(name, own) for name in fields}
+    if named & _OWN or (named & {"w", "s"} and not named & {"h", "r"}):
+        return ConvNd
+    return Problem
 
 
 _THREADS = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import convs
 import numpy as np
 import pytest
+import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +20,13 @@ from references import reference
 
 from confpred.errors import InvalidProblem
 from confpred.families.registry import all_operations, operation_named, operation_of
-from confpred.problem.conv import CONV, LAYOUTS, ConvNd
-from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, places_read
+from confpred.problem.conv import CONV, LAYOUTS, ConvNd, kind_of
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem, places_read
 from confpred.problem.device import get_device
 from confpred.problem.operation import Operation
+from confpred.problem.record import texts_of
 
-SEEDS = st.integers(0, 2**32)
-conv_problems = SEEDS.map(lambda seed: convs.random_conv(random.Random(seed)))
+conv_problems = strategies.convs()
 VOLUME = {"n": 2, "c": 8, "d": 9, "h": 20, "w": 22, "k": 8, "t": 3, "r": 3, "s": 3, "groups": 8}
 LINE = {"n": 2, "c": 8, "w": 22, "k": 8, "s": 3, "groups": 8}
 
@@ -39,13 +41,53 @@ def test_texts_and_json_round_trip(problem: ConvNd) -> None:
     assert problem.layer() == problem.layer().layer()
 
 
+NAMES = st.sampled_from([*ConvNd(**LINE).to_json(), "layot", "no_such_field"])
+
+
+@given(st.dictionaries(NAMES, st.integers() | st.text(max_size=9), max_size=9))
+def test_any_fields_make_a_layer_or_name_one(fields: dict[str, Any]) -> None:
+    kind = kind_of(fields)
+    assert (
+        (kind is Problem)
+        or fields.keys() & {"d", "t", "rank", "layout", "cut", "layot"}
+        or (fields.keys() & {"w", "s"} and not fields.keys() & {"h", "r"})
+    )
+    with contextlib.suppress(InvalidProblem):
+        assert isinstance(kind.from_json(fields), kind)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("n=1 c=8 h=8 w=8 k=8 r=3 s=3", Problem),
+        ("n=1 c=8 h=8 w=8 k=8 s=3", Problem),  # r is missing
+        ("n=1 c=8 w=8 k=8 s=3", ConvNd),
+        ("w=8", ConvNd),
+        ("n=1 c=8", Problem),
+        ("", Problem),
+        ("n=1 c=8 h=8 w=8 k=8 r=3 s=3 rank=2", ConvNd),
+        ("n=1 c=8 d=4 h=8 w=8 k=8 r=3 s=3", ConvNd),
+        ("n=1 c=8 h=8 w=8 k=8 r=3 s=3 layouts=channels_first", ConvNd),  # which names the field
+        ("n=1 c=8 h=8 w=8 k=8 r=3 s=3 depth=4", Problem),
+    ],
+)
+def test_the_names_of_the_fields_say_which_record_it_is(words: str, kind: type) -> None:
+    assert kind_of(texts_of(words)) is kind
+
+
+@pytest.mark.parametrize("fields", [None, 7, [], ["d"], "d"])
+def test_what_is_no_mapping_is_an_image_that_is_refused(fields: object) -> None:
+    assert kind_of(fields) is Problem
+
+
 def test_words_say_what_a_layer_has() -> None:
     causal = ConvNd(**LINE, rank=1, padding=2, cut=2, layout="channels_first")
     words = "n=2 c=8 w=22 k=8 s=3 rank=1 padding=2 cut=2 groups=8 layout=channels_first"
     assert str(causal) == words
     volume = ConvNd.parse("n=1 c=4 d=8 h=9 w=10 k=4 t=3 r=3 s=3 stride=1x2x2 padding=1 groups=4")
     assert (volume.stride, volume.padding) == ((1, 2, 2), (1, 1, 1))
-    assert str(volume).endswith("rank=3 stride=1x2x2 padding=1 groups=4")
+    sizes = "n=1 c=4 d=8 h=9 w=10 k=4 t=3 r=3 s=3"
+    assert str(volume) == f"{sizes} rank=3 stride=1x2x2 padding=1 groups=4"
 
 
 @pytest.mark.parametrize(
