@@ -88,8 +88,8 @@ def predict(
 
     A one-dimensional layer has no h and r. A three-dimensional one has a depth d, and t, the depth
     of its filter; stride and padding may be three integers, depth first. Further fields of these:
-    layout=channels_first, where tensors are (N, C, D, H, W); cut=2, where the last two places of
-    the output are left out, as causal layers do; rank=2, for two dimensions with such fields. A
+    layout=channels_first, where tensors are (N, C, D, H, W); cut=2, where the last two outputs
+    are left out, as causal layers do; rank=2, for two dimensions with such fields. A
     bias and an activation of direction=dgrad make it a transposed convolution. Another --operation,
     such as linear_chain, has fields of its own.
 
