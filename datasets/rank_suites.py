@@ -45,8 +45,9 @@ DIRECTION_SHARES = (0.4, 0.3, 0.3)
 DTYPES, DTYPE_SHARES = ("float16", "bfloat16", "float32"), (0.48, 0.46, 0.06)
 EPILOGUE_SHARE = 0.6
 DETERMINISTIC_SHARE = 0.15
-#: Share of depthwise lines in the other layout than the network's: a graph may convert tensors.
-CONVERTED_SHARE = 0.3
+#: Share of depthwise lines that are channels first, whatever the network's layout: a graph may
+#: convert its tensors, and kernels of other ranks than two read rows.
+FIRST_SHARE = 0.75
 #: Bytes of a problem, and most seconds of it at an H100's limits.
 LEAST_BYTES, MOST_BYTES, MOST_SECONDS = 2**18, 2**30, 4e-3
 MOST_TAPS = {1: 64, 3: 7}  # of an axis of a depthwise layer
@@ -137,10 +138,10 @@ def _entries(
         users: dict[ConvNd, list[str]] = defaultdict(list)
         for name, found in own.items():
             for layer in dict.fromkeys(use.layer.problem.layer() for use in found):
-                users[layer].append(name)
+                users[replace(layer, layout=LAYOUTS[0])].append(name)
         problems = _drawn(own, of_networks, generator)
         yield from (
-            Entry(p, tuple(users.get(p.layer()) or users[_converted(p).layer()])) for p in problems
+            Entry(p, tuple(users[replace(p.layer(), layout=LAYOUTS[0])])) for p in problems
         )
         if coverage:
             yield from map(Entry, _coverage(rank, coverage, {*problems}, held, generator))
@@ -177,7 +178,7 @@ def _problem(use: Use, generator: np.random.Generator) -> ConvNd | None:
     fused = generator.random() < EPILOGUE_SHARE
     exact = generator.random() < DETERMINISTIC_SHARE
     dtype = str(generator.choice(DTYPES, p=DTYPE_SHARES))
-    converted = generator.random() < CONVERTED_SHARE
+    layout = LAYOUTS[int(generator.random() < FIRST_SHARE)]
     is_gradient = direction == "dgrad" and layer.direction == "fprop"
     if is_gradient and layer.c <= IMAGE_CHANNELS:
         return None
@@ -187,15 +188,10 @@ def _problem(use: Use, generator: np.random.Generator) -> ConvNd | None:
     if direction == "wgrad":
         # The gradient of a transposed layer's bias is a sum over the larger tensor, not this one.
         fields |= {"bias": bias and layer.direction == "fprop", "deterministic": exact}
+    if layer.rank == 1 and is_depthwise(layer):
+        fields["layout"] = layout
     problem = replace(layer, **fields)
-    if converted and layer.rank == 1 and is_depthwise(layer):
-        problem = _converted(problem)
     return problem if _is_affordable(problem) else None
-
-
-def _converted(problem: ConvNd) -> ConvNd:
-    (other,) = (layout for layout in LAYOUTS if layout != problem.layout)
-    return replace(problem, layout=other)
 
 
 def _is_affordable(problem: ConvNd) -> bool:
@@ -220,7 +216,7 @@ def _coverage(
         if rank == 1:
             fields |= {"w": log_uniform(generator, 64, 65_536)}
             taps: tuple[int, ...] = (int(generator.choice(LINE_TAPS)),)
-            fields |= {"s": taps[0], "layout": str(generator.choice(LAYOUTS))}
+            fields |= {"s": taps[0]}
         else:
             side = log_uniform(generator, 6, 128)
             fields |= {"d": log_uniform(generator, 2, 64), "h": side, "w": side}

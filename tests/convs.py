@@ -1,9 +1,8 @@
-"""Convolutions of any rank for tests: random ones, inputs, and PyTorch's answer in float64."""
+"""Convolutions of any rank for tests: random ones, and inputs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,37 +48,6 @@ def inputs_of(problem: ConvNd, seed: int = 0) -> dict[str, torch.Tensor]:
         for o in CONV.operands(problem)
         if not o.terms
     }
-
-
-def expected(problem: ConvNd, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PyTorch's answer in float64, of the operands' shapes: by its forward pass and autograd."""
-    p, own = problem, slice(MAX_RANK - problem.rank, None)
-    t = {name: channels_second(p, x.double()) for name, x in inputs.items()}
-    shape = (p.n, p.c, *p.input_shape[own])
-    x = t.get("in", torch.zeros(shape, dtype=torch.double)).requires_grad_()
-    zeros = torch.zeros((p.k, p.group_width, *p.filter_shape[own]), dtype=torch.double)
-    weight = t.get("filter", zeros).requires_grad_()
-    steps = (axes[own] for axes in (p.stride, p.padding, p.dilation))
-    out = CONVOLVE[p.rank - 1](x, weight, None, *steps, p.groups)
-    out = out[..., : out.shape[-1] - p.cut]
-    if p.direction == "wgrad":
-        (grad,) = torch.autograd.grad(out, weight, t["out_grad"])
-        found = {"filter_grad": grad}
-        found |= {"bias_grad": t["out_grad"].transpose(0, 1).flatten(1).sum(1)} if p.bias else {}
-    else:
-        name, result = "out", out
-        if p.direction == "dgrad":
-            name, (result,) = "in_grad", torch.autograd.grad(out, x, t["out_grad"])
-        if p.bias:
-            result = result + t["bias"].view(-1, *[1] * p.rank)
-        result = result + t.get("residual", 0)
-        found = {name: result if p.activation == "none" else getattr(F, p.activation)(result)}
-    return {name: as_operand(p, value.detach()) for name, value in found.items()}
-
-
-def channels_second(problem: ConvNd, x: torch.Tensor) -> torch.Tensor:
-    """Return an operand as PyTorch counts its dimensions."""
-    return x.movedim(-1, 1) if problem.is_channels_last and x.dim() > 1 else x
 
 
 def as_operand(problem: ConvNd, x: torch.Tensor) -> torch.Tensor:

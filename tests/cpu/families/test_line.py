@@ -86,7 +86,9 @@ def test_windows_hold_what_outputs_read(
     found = line.windows(problem, tile)
     for i, size in enumerate(tile.tolist()):
         vec, phase = int(found["in_vec"][i]), int(found["phase"][i])
-        assert 0 <= phase < up * vec and found["first"][i] % vec == 0 and width % vec == 0
+        assert 0 <= phase < up * vec
+        assert found["first"][i] % vec == 0
+        assert width % vec == 0
         for o0, j, s in product((0, size, 3 * size), range(size), range(taps)):
             reached = down * (o0 + j) + dilation * s - pad
             if reached % up == 0:

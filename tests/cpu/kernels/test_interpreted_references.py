@@ -15,7 +15,7 @@ import torch
 from layers import H100
 from ptx.launch import run_step
 from ptx.memory import DeviceMemory, Operand
-from references import random_inputs, reference
+from references import random_inputs, reference, reference_nd
 from slow import slow_but
 
 from confpred.cuda.compiler import ptx_of
@@ -82,7 +82,7 @@ def test_references_of_any_rank_are_right(
     rng = random.Random(f"{direction} {layout} {rank} {seed}")
     problem = convs.random_conv(rng, direction=direction, layout=layout, rank=rank)
     inputs = convs.inputs_of(problem, seed)
-    check(CONV, problem, inputs, convs.expected(problem, inputs))
+    check(CONV, problem, inputs, reference_nd(problem, inputs))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,7 +94,7 @@ def test_a_causal_layer_and_a_transposed_one_are_right(direction: str, layout: s
         direction=direction, bias=True, **epilogue,
     )  # fmt: skip
     inputs = convs.inputs_of(problem)
-    check(CONV, problem, inputs, convs.expected(problem, inputs))
+    check(CONV, problem, inputs, reference_nd(problem, inputs))
 
 
 @pytest.mark.parametrize(("activation", "groups"), list(zip(ACTIVATIONS, cycle((1, 4)))))

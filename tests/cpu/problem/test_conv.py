@@ -16,7 +16,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from references import reference
+from references import reference, reference_nd
 
 from confpred.errors import InvalidProblem
 from confpred.families.registry import all_operations, operation_named, operation_of
@@ -168,7 +168,7 @@ def test_bytes_are_of_what_is_read_and_written(problem: ConvNd) -> None:
             | {"activation": "none", "dtype": "float32", "deterministic": False}
         )  # fmt: skip
         inputs = {name: torch.ones_like(x) for name, x in convs.inputs_of(ones).items()}
-        reached = (convs.expected(ones, inputs)["in_grad"] > 0).sum().item()
+        reached = (reference_nd(ones, inputs)["in_grad"] > 0).sum().item()
         read["in"] = reached * problem.itemsize
     assert problem.minimum_bytes == sum(read.values())
 
@@ -227,7 +227,7 @@ def test_pytorchs_operators_compute_the_operation(problem: ConvNd) -> None:
     inputs = convs.inputs_of(problem)
     found = CONV.pytorch(problem, inputs)
     found = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
-    right = convs.expected(problem, inputs)
+    right = reference_nd(problem, inputs)
     outputs = [o for o in CONV.operands(problem) if o.terms]
     assert len(found) == len(outputs) == len(right)
     for output, value in zip(outputs, found, strict=True):
@@ -249,7 +249,7 @@ def test_an_image_that_is_the_same_computes_the_same(problem: ConvNd) -> None:
     if image is None:
         return
     inputs = convs.inputs_of(problem)
-    right = convs.expected(problem, inputs)
+    right = reference_nd(problem, inputs)
     operands = {o.name: o for o in CONVOLUTION.operands(image)}
     assert list(operands) == [o.name for o in CONV.operands(problem)]
     assert image.flops == problem.flops
