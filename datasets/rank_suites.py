@@ -140,9 +140,7 @@ def _entries(
             for layer in dict.fromkeys(use.layer.problem.layer() for use in found):
                 users[replace(layer, layout=LAYOUTS[0])].append(name)
         problems = _drawn(own, of_networks, generator)
-        yield from (
-            Entry(p, tuple(users[replace(p.layer(), layout=LAYOUTS[0])])) for p in problems
-        )
+        yield from (Entry(p, tuple(users[replace(p.layer(), layout=LAYOUTS[0])])) for p in problems)
         if coverage:
             yield from map(Entry, _coverage(rank, coverage, {*problems}, held, generator))
 

@@ -307,12 +307,12 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 
 @cache
 def _other_models() -> explain.Table:
-    """Return the shipped models of other operations, which answer in PyTorch alone."""
+    """Return the shipped models of other operations, which are no part of a generation."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
     for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
         card = read_card(path.parent)[1]
         rows.append((path.parent.name, *(str(card[name]) for name in rows[0][1:])))
-    return explain.Table("Models that answer inside PyTorch", "", 0, rows)
+    return explain.Table("Models of other operations", "", 0, rows)
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:

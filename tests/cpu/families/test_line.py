@@ -15,7 +15,7 @@ from confpred.families.registry import all_families
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import DIRECTIONS, DTYPES
 
-#: What networks have: short causal convolutions, a speech encoder's, a separator's, a strided one.
+#: Layers of networks: short causal convolutions, a speech encoder's, a separator's, a strided one.
 LAYERS = (
     "n=1 c=4096 w=4096 k=4096 s=4 padding=3 cut=3 groups=4096",
     "n=16 c=512 w=500 k=512 s=31 padding=15 groups=512",
