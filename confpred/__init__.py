@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from confpred.predict.explain import LayerExplanation as LayerExplanation
     from confpred.predict.explain import explain_layer as explain_layer
     from confpred.predict.predictor import Predictor as Predictor
+    from confpred.problem.conv import ConvNd as ConvNd
     from confpred.problem.conv2d import Problem as Problem
     from confpred.problem.device import Device as Device
     from confpred.problem.device import get_device as get_device
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Choice": "confpred.predict.choice",
+    "ConvNd": "confpred.problem.conv",
     "Device": "confpred.problem.device",
     "Explanation": "confpred.pytorch.explain",
     "LayerExplanation": "confpred.predict.explain",

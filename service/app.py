@@ -73,7 +73,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loaded = predictor or Predictor.load(settings.model, plan=settings.plan)
+        how: dict[str, Any] = {"plan": settings.plan, "further": generations.FURTHER}
+        loaded = predictor or Predictor.load(settings.model, **how)
         if isinstance(loaded, Predictor):
             loaded = Loaded(generations.of(loaded))
         usual = sys.getswitchinterval()

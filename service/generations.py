@@ -38,6 +38,7 @@ from confpred.model.card import CARD, ModelFiles, card_of, read_card, read_files
 from confpred.model.folder import Model, model_folders, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv import CONV
 from confpred.problem.device import KNOWN
 
 from . import Settings
@@ -46,6 +47,8 @@ from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
 MODELS, PLAN = "models", "plan.json"
+#: Operations that the models of this version of confpred answer for, beside those of a generation.
+FURTHER = (CONV.name,)
 #: Folders in that of the exchange: models that a retraining published, and those taken back; and
 #: how many published ones of a device are kept.
 PUBLISHED, WITHDRAWN, KEPT = "models", "withdrawn", 5
@@ -229,7 +232,7 @@ def load(folder: Path) -> Generation:
     if not folder.is_dir():
         raise ModelError(f"cannot read {folder}: it is gone")
     models, plan = (path if path.exists() else None for path in (folder / MODELS, folder / PLAN))
-    predictor = Predictor.load(models, plan=plan)
+    predictor = Predictor.load(models, plan=plan, further=FURTHER)
     found = of(predictor, None if plan is None else plan.read_bytes())
     if found.digest != folder.name:
         raise ModelError(f"{folder} is damaged: it is {found.digest}")

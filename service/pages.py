@@ -31,9 +31,11 @@ from confpred.model.folder import shipped_models
 from confpred.predict import explain
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
-from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.conv import ConvNd, kind_of
+from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.limits import UNLIMITED
+from confpred.problem.record import Record
 
 from .exchange import Exchange
 from .generations import Loaded
@@ -54,10 +56,13 @@ _ANSWERS = {
     "always ours": "confpred kernels alone",
     "always PyTorch's": "PyTorch's operator alone",
 }
-#: The fields of a problem in the form, in groups, and their names for people.
+#: The fields of a problem in the form, in groups, and their names for people. A layer in one
+#: dimension leaves h and r empty, and one in two dimensions d and t.
 _NAMES = {
-    "Tensors": "n batch size, c input channels, h input height, w input width, k output channels",
-    "Filter": "r filter height, s filter width, stride, padding, dilation, groups",
+    "Tensors": "n batch size, c input channels, d input depth, h input height, w input width, "
+    "k output channels, layout memory layout",
+    "Filter": "t filter depth, r filter height, s filter width, stride, padding, dilation, groups, "
+    "cut outputs left out at the end",
     "Computation": "dtype data type, direction, activation, bias, residual, deterministic",
 }
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -207,7 +212,7 @@ def _home(
     return text, 200 if error is None else 422
 
 
-def read_query(query: Mapping[str, str]) -> tuple[Problem, Device, int]:
+def read_query(query: Mapping[str, str]) -> tuple[Record, Device, int]:
     """Return what the form asks: a layer, the device, and how many choices. A field that is empty
     has its default.
 
@@ -219,24 +224,31 @@ def read_query(query: Mapping[str, str]) -> tuple[Problem, Device, int]:
     top = texts.pop("top", str(_TOP))
     if not re.fullmatch("[0-9]{1,2}", top) or not 1 <= int(top) <= MAX_TOP:
         raise InvalidInput("top", top, f"an integer from 1 to {MAX_TOP}")
-    return Problem.from_texts(texts), device, int(top)
+    return kind_of(texts).from_texts(texts), device, int(top)
 
 
 def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Field]:
     """Yield fields of a problem: with their texts in `query`, or else the example's."""
-    known, example = {f.name: f for f in dataclasses.fields(Problem)}, EXAMPLE.to_texts()
-    default = Problem(1, 1, 1, 1, 1, 1, 1).to_texts()
+    example, default = EXAMPLE.to_texts(), Problem(1, 1, 1, 1, 1, 1, 1).to_texts()
+    needed, needed_2d = (
+        {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+        for kind in (ConvNd, Problem)
+    )
     for name, label in names.items():
-        text = query.get(name, "") if query else example[name]
-        required = known[name].default is dataclasses.MISSING
-        text = text if text.strip() or required else default[name]
-        if name in CHOICES:
-            options = dict(zip(CHOICES[name], CHOICES[name], strict=True))
-            yield Field(name, label, text, options=options)
-        elif name in LIMITS:
-            low, high = LIMITS[name]
-            pair = ", or two such as 1x2" if name in PAIRS else ""
-            yield Field(name, label, text, f"{low} to {high:,}{pair}", required=required)
+        kind: type[Record] = Problem if name in example else ConvNd
+        text = query.get(name, "") if query else example.get(name, "")
+        if not text.strip() and name not in needed_2d:
+            text = default.get(name, "")
+        if name == "layout":
+            first, *others = kind.CHOICES[name]
+            yield Field(name, label, text, options={"": first} | {each: each for each in others})
+        elif name in kind.CHOICES:
+            yield Field(name, label, text, options={each: each for each in kind.CHOICES[name]})
+        elif name in kind.LIMITS:
+            low, high = kind.LIMITS[name]
+            pair = ", or two such as 1x2" if name in kind.TUPLES else ""
+            hint = f"{low} to {high:,}{pair}"
+            yield Field(name, label, text, hint, required=name in needed)
         else:
             yield Field(name, label, text, is_flag=True)
 
@@ -295,12 +307,12 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 
 @cache
 def _other_models() -> explain.Table:
-    """Return the shipped models of other operations, which answer in PyTorch alone."""
+    """Return the shipped models of other operations, which are no part of a generation."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
     for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
         card = read_card(path.parent)[1]
         rows.append((path.parent.name, *(str(card[name]) for name in rows[0][1:])))
-    return explain.Table("Models that answer inside PyTorch", "", 0, rows)
+    return explain.Table("Models of other operations", "", 0, rows)
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:

@@ -19,6 +19,7 @@ from starlette.types import Receive
 
 from confpred.errors import InvalidInput
 from confpred.predict.choice import check_max_regret, check_top
+from confpred.problem.conv import ConvNd, kind_of
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
@@ -28,7 +29,7 @@ from . import Settings
 _LONGEST = 80  # characters of a client's own text that an error repeats
 _JSON = b"application/json"
 _FIELDS = ("device", "problem", "problems", "top", "max_regret", "limits")
-_Record = TypeVar("_Record", Problem, Limits)
+_Record = TypeVar("_Record", Problem, ConvNd, Limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class PredictRequest:
     """One request, checked; its fields are those of ``Predictor.rank``."""
 
     device: Device
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem | ConvNd, ...]
     top: int
     max_regret: float | None
     limits: Limits
@@ -248,7 +249,7 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     if len(given) != 1:
         raise InvalidInput("problem", given or None, "exactly one of problem and problems")
     if "problem" in fields:
-        problem = _read("problem", Problem, fields["problem"])
+        problem = _problem("problem", fields["problem"])
         return PredictRequest(device, (problem,), top, accepted, limits)
     many = fields["problems"]
     if not isinstance(many, list) or not 1 <= len(many) <= settings.max_batch:
@@ -257,8 +258,14 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     problems = []
     for index, entry in enumerate(many):
         yield
-        problems.append(_read(f"problems[{index}]", Problem, entry))
+        problems.append(_problem(f"problems[{index}]", entry))
     return PredictRequest(device, tuple(problems), top, accepted, limits)
+
+
+def _problem(path: str, fields: Any) -> Problem | ConvNd:
+    if kind_of(fields) is ConvNd:
+        return _read(path, ConvNd, fields)
+    return _read(path, Problem, fields)
 
 
 def _read(path: str, kind: type[_Record], fields: Any) -> _Record:

@@ -13,9 +13,11 @@ from fastapi.openapi.utils import get_openapi
 
 from confpred.model.card import Card
 from confpred.predict.choice import MAX_TOP, Source
-from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
+from confpred.problem.conv import ConvNd
+from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.limits import SCHEMA, Limits
+from confpred.problem.record import Record
 
 from . import Settings
 
@@ -25,6 +27,8 @@ PARQUET = "application/vnd.apache.parquet"
 #: Paths that anybody may ask.
 OPEN = frozenset(("/healthz", "/readyz"))
 _FIVE = {"n": 128, "c": 256, "h": 14, "w": 28, "k": 256, "r": 5, "s": 5, "groups": 16}
+_LINE = {"n": 8, "c": 2048, "w": 4096, "k": 2048, "s": 4, "padding": 3, "cut": 3, "groups": 2048}
+_VOLUME = {**_FIVE, "n": 8, "d": 16, "t": 3, "stride": [1, 2, 2], "padding": [1, 2, 2]}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "one problem": {"value": {"device": "h100", "problem": EXAMPLE.to_json()}},
     "the best three of two problems": {
@@ -33,6 +37,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
             "problems": [EXAMPLE.to_json(), {**_FIVE, "padding": [2, 2], "bias": True}],
             "top": 3,
         }
+    },
+    "a causal layer in one dimension, and a layer in three": {
+        "value": {"device": "h100", "problems": [_LINE, _VOLUME]}
     },
 }
 
@@ -314,17 +321,15 @@ def _object(title: str, about: str | None, properties: Any, **more: Any) -> dict
 
 def _bodies(settings: Settings) -> dict[str, Any]:
     """Return the schemas of a request's parts, by name."""
-    fields = dataclasses.fields(Problem)
-    problem = {field.name: _field(field) for field in fields}
-    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    problem = {"anyOf": [_ref("Problem"), _ref("ConvNd")]}
     top = {"type": "integer", "minimum": 1, "maximum": MAX_TOP, "default": 1}
     regret = {"anyOf": [{"type": "number", "minimum": 1, "maximum": 1e300}, {"type": "null"}]}
     count = {"minItems": 1, "maxItems": settings.max_batch}
     falls_back = "Answer PyTorch's own operator where the bound on the choice's regret is above it."
     request = {
         "device": {"type": "string", "description": _DEVICE},
-        "problem": _ref("Problem"),
-        "problems": {"type": "array", "items": _ref("Problem"), **count},
+        "problem": problem,
+        "problems": {"type": "array", "items": problem, **count},
         "top": {**top, "description": "How many choices each problem gets, best first."},
         "max_regret": {**regret, "default": None, "description": falls_back},
         "limits": _ref("Limits"),
@@ -332,22 +337,32 @@ def _bodies(settings: Settings) -> dict[str, Any]:
     asked = "Problems to choose configs for: `problem` for one, `problems` for many."
     either: dict[str, Any] = {"oneOf": [{"required": [name]} for name in ("problem", "problems")]}
     return {
-        "Problem": _object("Problem", inspect.getdoc(Problem), problem, required=required),
+        "Problem": _record(Problem),
+        "ConvNd": _record(ConvNd),
         "Limits": _object("Limits", inspect.getdoc(Limits), SCHEMA),
         "PredictRequest": _object("PredictRequest", asked, request, required=["device"], **either),
     }
 
 
-def _field(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    name = field.name
+def _record(kind: type[Problem] | type[ConvNd]) -> dict[str, Any]:
+    fields = dataclasses.fields(kind)
+    known = {field.name: _field(kind, field) for field in fields}
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    return _object(kind.__name__, inspect.getdoc(kind), known, required=required)
+
+
+def _field(kind: type[Record], field: dataclasses.Field[Any]) -> dict[str, Any]:
+    name, axes = field.name, len(kind.TUPLES.get(field.name, ()))
     found: dict[str, Any] = {"type": "boolean"}
-    if name in CHOICES:
-        found = {"type": "string", "enum": list(CHOICES[name])}
-    elif name in LIMITS:
-        found = {"type": "integer", "minimum": LIMITS[name][0], "maximum": LIMITS[name][1]}
-    if name in PAIRS:
-        pair = {"type": "array", "items": found, "minItems": 2, "maxItems": 2}
-        found = {"anyOf": [found, pair]}
-    if field.default is not dataclasses.MISSING:
+    if name in kind.CHOICES:
+        found = {"type": "string", "enum": list(kind.CHOICES[name])}
+    elif name in kind.LIMITS:
+        low, high = kind.LIMITS[name]
+        found = {"type": "integer", "minimum": low, "maximum": high}
+    if axes:
+        least = 1 if "rank" in kind.LIMITS else axes  # one of each axis that the layer has
+        several = {"type": "array", "items": found, "minItems": least, "maxItems": axes}
+        found = {"anyOf": [found, several]}
+    if field.default is not dataclasses.MISSING and name != "rank":  # which follows from others
         found["default"] = field.default
     return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
+from convs import random_conv
 from hypothesis import strategies as st
 from layers import DENSE, random_layer, served
 
 from confpred.families.protocol import Family
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 
 small = st.integers(1, 7)
@@ -37,6 +41,11 @@ def problems(draw: st.DrawFn) -> Problem:
         residual=forward and draw(st.booleans()),
         deterministic=wgrad and draw(st.booleans()),
     )  # fmt: skip
+
+
+def convs() -> st.SearchStrategy[ConvNd]:
+    """Small convolutions of any rank, layout and direction."""
+    return st.integers(0, 2**32).map(lambda seed: random_conv(random.Random(seed)))
 
 
 @st.composite

@@ -80,7 +80,8 @@ timeout_option = click.option(
 _LAYER_OPTIONS = (
     click.option("--network", type=FILE, help="A suite file of many layers."),
     click.option(
-        "--operation", default="conv2d", show_default=True, help="Operation of the --layer options."
+        "--operation",
+        help="Operation of the --layer options.  [default: convolution, of the rank they say]",
     ),
     click.option(
         "--layer",
@@ -97,17 +98,30 @@ def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return reduce(lambda made, option: option(made), _LAYER_OPTIONS, command)
 
 
-def problems_of(layers: Sequence[str], operation: str, network: Path | None) -> list[Record]:
+def problems_of(layers: Sequence[str], operation: str | None, network: Path | None) -> list[Record]:
     """Return the layers of the options `layer_options`; raise a UsageError where both kinds were
-    given, or none."""
+    given, or none.
+
+    Raises:
+        InvalidInput: a layer is not valid, or the layers are of several operations.
+    """
     from confpred.data.suites import read_suite
     from confpred.families.registry import operation_named
+    from confpred.problem.conv import kind_of
+    from confpred.problem.record import texts_of
 
     if bool(layers) == (network is not None):
         raise click.UsageError("give either --layer or --network")
     if network is not None:
         return [entry.problem for entry in read_suite(network).entries]
-    return [operation_named(operation).problem.parse(text) for text in layers]
+    texts = [texts_of(layer) for layer in layers]
+    named = operation and operation_named(operation).problem
+    problems: list[Record] = [(named or kind_of(each)).from_texts(each) for each in texts]
+    for problem in problems:
+        if type(problem) is not type(problems[0]):
+            allowed = "layers of one operation in a command, such as 2-D convolutions"
+            raise InvalidInput("layer", str(problem), allowed)
+    return problems
 
 
 def predictor_for(problems: Sequence[Record], model: Path | None, plan: Path | None) -> Predictor:

@@ -67,7 +67,7 @@ top_option = partial(click.option, "--top", type=click.IntRange(1, MAX_TOP), sho
 @plan_option
 def predict(
     layers: tuple[str, ...],
-    operation: str,
+    operation: str | None,
     network: Path | None,
     device: str,
     top: int,
@@ -84,14 +84,24 @@ def predict(
 
     A convolution needs n c h w k r s; stride, padding, dilation, groups, dtype, direction, bias,
     activation, residual and deterministic have defaults, PyTorch's where it has the argument. A
-    pair such as padding is one integer, or two joined by x. Another --operation, such as
-    linear_chain, has fields of its own.
+    pair such as padding is one integer, or two joined by x.
+
+    A one-dimensional layer has no h and r. A three-dimensional one has a depth d, and t, the depth
+    of its filter; stride and padding may be three integers, depth first. Further fields of these:
+    layout=channels_first, where tensors are (N, C, D, H, W); cut=2, where the last two outputs
+    are left out, as causal layers do; rank=2, for two dimensions with such fields. A
+    bias and an activation of direction=dgrad make it a transposed convolution. Another --operation,
+    such as linear_chain, has fields of its own.
 
     \b
     confpred predict --device h100 \\
       --layer "n=32 c=64 h=56 w=56 k=64 r=3 s=3 groups=8 padding=1"
     confpred predict --device h100 --top 5 \\
       --layer "n=8 c=256 h=28 w=28 k=256 r=3 s=3 groups=32 padding=1 bias=true activation=relu"
+    confpred predict --device h100 \\
+      --layer "n=8 c=2048 w=4096 k=2048 s=4 groups=2048 padding=3 cut=3 layout=channels_first"
+    confpred predict --device h100 \\
+      --layer "n=8 c=54 d=16 h=56 w=56 k=54 t=3 r=3 s=3 groups=54 padding=1 stride=1x2x2"
     confpred predict --device h100 --network datasets/suites/smoke.json --json
     """
 
@@ -164,7 +174,7 @@ def _cells(choice: Choice) -> dict[str, str]:
 @force_option
 def explain(
     layers: tuple[str, ...],
-    operation: str,
+    operation: str | None,
     network: Path | None,
     device: str,
     top: int,
@@ -252,7 +262,7 @@ def export(
     device: str,
     network: Path | None,
     layers: tuple[str, ...],
-    operation: str,
+    operation: str | None,
     model: Path | None,
     plan: Path | None,
     kernels: bool,

@@ -43,6 +43,7 @@ from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.predict.choice import Choice, check_top
 from confpred.predict.plan import Plan, plan_of
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
@@ -274,8 +275,9 @@ class _Questions(ABC, Generic[Http]):
         known, top = get_device(device), check_top(top)
         asked: list[Asked] = []
         for problem in problems:
-            if not isinstance(problem, Problem):
-                raise InvalidInput("problem", problem, "a confpred.Problem")
+            if not isinstance(problem, Problem | ConvNd):
+                allowed = "a confpred.Problem or a confpred.ConvNd"
+                raise InvalidInput("problem", problem, allowed)
             asked.append((problem, top))
         kept = self._kept.setdefault(known.key, self._make_kept())
         found = {one: answer for one in asked if (answer := kept.get(one)) is not None}

@@ -104,9 +104,9 @@ def write_suite(suite: Suite, path: Path) -> None:
 
 
 def _fields(problem: Record) -> dict[str, Any]:
-    """Return a problem's fields; a pair of equal members becomes one integer."""
+    """Return a problem's fields; a list of equal members becomes one integer."""
     return {
-        name: value[0] if isinstance(value, list) and value[0] == value[1] else value
+        name: value[0] if isinstance(value, list) and len(set(value)) == 1 else value
         for name, value in problem.to_json().items()
     }
 

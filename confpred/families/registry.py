@@ -25,6 +25,7 @@ from confpred.families.protocol import (
     Family,
     config_dict,
 )
+from confpred.problem.conv import CONV
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -119,8 +120,9 @@ def kernels_of(problem: Record) -> dict[str, Family]:
 
 @cache
 def all_operations() -> dict[str, Operation]:
-    """Every operation that some family computes, by name."""
-    return {family.operation.name: family.operation for family in all_families().values()}
+    """Every operation that some family computes, and convolution of any rank, by name."""
+    computed = (family.operation for family in all_families().values())
+    return {operation.name: operation for operation in (*computed, CONV)}
 
 
 def operation_named(name: object) -> Operation:

@@ -146,9 +146,7 @@ def explain_layers(
     layers = {} if layers is None else layers
     for problem in problems:
         ranked = asked.rank(problem, known, MAX_TOP)
-        model = asked.models.get(known.key)
-        if model is not None and model.operation.problem is not type(problem):
-            model = None
+        model = asked.own_model(type(problem), known)
         if model is not None and model.version not in layers:
             layers[model.version] = NearestLayers(model)
         memory_ms, arithmetic_ms = known.memory_s(problem) * 1e3, known.arithmetic_s(problem) * 1e3

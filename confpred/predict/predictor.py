@@ -18,7 +18,7 @@ import numpy as np
 from confpred.concurrency import Recent, Remembered
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, within
-from confpred.families.registry import family_of, kernels_of
+from confpred.families.registry import family_of, kernels_of, operation_named
 from confpred.model.bounds import Trust
 from confpred.model.folder import Model, NewestModels, load_model
 from confpred.model.rank import Options, rank_by_estimate, rank_families, with_pytorch
@@ -56,9 +56,16 @@ class Predictor:
     remembered, and what several threads ask at once is worked out by one of them.
     """
 
-    def __init__(self, models: Mapping[str, Model], plan: Plan | None = None) -> None:
-        """Use `models`, by device key, which are not to change, and follow `plan` first."""
-        self._models = MappingProxyType(models)
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        plan: Plan | None = None,
+        *,
+        further: Mapping[type[Record], Mapping[str, Model]] = MappingProxyType({}),
+    ) -> None:
+        """Use `models`, by device key, which are not to change, and follow `plan` first; for
+        problems of a class in `further` use its models instead."""
+        self._models, self._further = MappingProxyType(models), further
         self._limits = UNLIMITED
         self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
         self._planned = {(c.problem, c.device): c for c in (plan.choices if plan else ())}
@@ -73,6 +80,7 @@ class Predictor:
         plan: str | Path | Plan | None = None,
         device: str | Device | None = None,
         operation: str = CONVOLUTION.name,
+        further: Iterable[str] = (),
     ) -> Predictor:
         """Load a model folder, or the newest model of each device that ships with the package.
 
@@ -83,6 +91,7 @@ class Predictor:
                 a folder, whose compiled kernels are not loaded here.
             device: refuse a plan whose choices are all for other devices.
             operation: of the models of the package, where `model` is None.
+            further: operations whose problems the package's models of them choose for.
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
@@ -95,11 +104,12 @@ class Predictor:
             models = {each.device.key: each for each in found}
         if isinstance(plan, str | Path):
             plan = read_plan(Path(plan), device)
-        return cls(models, plan)
+        others = {operation_named(n).problem: NewestModels(operation=n) for n in further}
+        return cls(models, plan, further=others)
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The models in use, by device key."""
+        """The models in use, by device key, without those of further operations."""
         return self._models
 
     def within(self, limits: Limits) -> Predictor:
@@ -115,7 +125,7 @@ class Predictor:
             return self
         found = self._within.get(limits)
         if found is None:
-            found = Predictor(self._models)
+            found = Predictor(self._models, further=self._further)
             found._planned, found._limits = self._planned, limits
             self._within.put(limits, found)
         return found
@@ -197,14 +207,15 @@ class Predictor:
             return self._models[name].device
         return get_device(name)
 
-    def _own_model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model of `device`, if it knows problems of this kind."""
-        model = self._models.get(device.key)
+    def own_model(self, kind: type[Record], device: Device) -> Model | None:
+        """Return the model of `device`, if it knows problems of this class."""
+        model = self._further.get(kind, self._models).get(device.key)
         return model if model and model.operation.problem is kind else None
 
     def _model(self, kind: type[Record], device: Device) -> Model | None:
         """Return the model of `device` for problems of this kind, or the nearest device's."""
-        return self._own_model(kind, device) or donor_for(self._models, device, kind)
+        models = self._further.get(kind, self._models)
+        return self.own_model(kind, device) or donor_for(models, device, kind)
 
     def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """Answer questions that are all about one device and number of choices."""
@@ -228,7 +239,7 @@ class Predictor:
         if planned is not None and top == 1:
             return [planned]  # so that a start from a plan loads no model
         found = [] if planned is None else [planned]
-        model = self._own_model(type(problem), device)
+        model = self.own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         if model is None or best is None or not self._keeps_within(problem, best.candidate):
             return found
@@ -246,7 +257,7 @@ class Predictor:
             return None
         time_ms = planned.predicted_ms
         if planned.source == "pinned" and time_ms is None:
-            model = self._own_model(type(problem), device)
+            model = self.own_model(type(problem), device)
             time_ms = _expected_ms(problem, device, model, planned.candidate)
         return replace(planned, source="pinned", model=None, predicted_ms=time_ms)
 
@@ -264,7 +275,7 @@ class Predictor:
             _, device, top = asked[0]
             if (model := self._model(kind, device)) is None:
                 continue
-            own = model is self._own_model(kind, device)
+            own = model is self.own_model(kind, device)
             source: Source = "predicted" if own else "transferred"
             problems = [problem for problem, _, _ in asked if type(problem) is kind]
             predicted = _predicted(problems, device, model, top, self._limits)
@@ -320,7 +331,7 @@ class Predictor:
             return tuple(choices)
         ms = next((c.pytorch_ms for c in choices if c.source == "predicted"), None)
         if ms is None and first.source == "measured" and first.predicted_ms is not None:
-            model = self._own_model(type(first.problem), device)
+            model = self.own_model(type(first.problem), device)
             if first.candidate == PYTORCH_OPERATOR:
                 ms = first.predicted_ms
             elif model is not None and model.pytorch is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.errors import InvalidProblem
+from confpred.errors import InvalidProblem, nearest
 from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.conv2d import (
     DIRECTIONS,
@@ -39,7 +39,7 @@ MAX_RANK = 3
 #: Names of an axis' sizes: of the input, of the filter, and of the output. The last axes are those
 #: of a layer of lower rank.
 _INPUT, _FILTER, _OUTPUT = ("d", "h", "w"), ("t", "r", "s"), ("z", "p", "q")
-#: What an axis that a layer does not have holds.
+#: Values of an axis that a layer does not have.
 _NEUTRAL: Mapping[str, int] = {"stride": 1, "padding": 0, "dilation": 1}
 
 
@@ -122,19 +122,19 @@ class ConvNd(Record):
 
     def __post_init__(self) -> None:
         rank = self._integer("rank", self.rank)
+        missing = MAX_RANK - rank
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name)
-            own = tuple(value) if isinstance(value, (tuple, list)) else (value,) * rank
-            missing = (neutral,) * (MAX_RANK - rank)
-            object.__setattr__(self, name, missing + own if len(own) == rank else own)
+            members = tuple(value) if isinstance(value, (tuple, list)) else (value,) * rank
+            if len(members) == rank:
+                object.__setattr__(self, name, (neutral,) * missing + members)
+            elif len(members) != MAX_RANK or members[:missing] != (neutral,) * missing:
+                several = "" if rank == 1 else f", or {rank} of them"
+                self._refuse(name, f"an integer{several}, as rank is {rank}")
         super().__post_init__()
-        for axis in range(MAX_RANK - rank):
-            for name in (_INPUT[axis], _FILTER[axis]):
-                if getattr(self, name) != 1:
-                    self._refuse(name, f"1, as rank {rank} has no such axis")
-            for name, neutral in _NEUTRAL.items():
-                if getattr(self, name)[axis] != neutral:
-                    self._refuse(name, f"an integer, or {rank} of them, as rank is {rank}")
+        for name in (*_INPUT[:missing], *_FILTER[:missing]):
+            if getattr(self, name) != 1:
+                self._refuse(name, f"1, as rank {rank} has no such axis")
         for name in ("activation", "residual"):
             if self.direction == "wgrad" and getattr(self, name) not in ("none", False):
                 self._refuse(name, "left out in direction wgrad")
@@ -296,7 +296,7 @@ class ConvNd(Record):
             h, w, r, s, at = d, h * w, t, 1, (0, 2)
         else:
             return None
-        axes = {name: tuple(getattr(self, name)[i] for i in at) for name in _NEUTRAL}
+        axes: Any = {name: tuple(getattr(self, name)[i] for i in at) for name in _NEUTRAL}
         fields: Any = {
             name: getattr(self, name)
             for name in (
@@ -318,11 +318,29 @@ class ConvNd(Record):
         )
 
     def to_texts(self) -> dict[str, str]:
-        texts = super().to_texts()
+        """Return the texts of all fields, sizes first, each axis in its place."""
+        known = super().to_texts()
+        texts = {name: known[name] for name in dict.fromkeys((*"ncdhwktrs", *known))}
         for name in _NEUTRAL:
             own = getattr(self, name)[MAX_RANK - self.rank :]
             texts[name] = str(own[0]) if len(set(own)) == 1 else "x".join(map(str, own))
         return texts
+
+
+#: Fields that a `Problem` of `confpred.problem.conv2d` lacks.
+_OWN = frozenset(("d", "t", "rank", "layout", "cut"))
+
+
+def kind_of(fields: object) -> type[Problem] | type[ConvNd]:
+    """Return the record of a convolution whose fields are named so: `ConvNd` where one is a field
+    of `ConvNd` alone or is like one, or where ``w`` or ``s`` is there without ``h`` and ``r``."""
+    if not isinstance(fields, Mapping):
+        return Problem  # which refuses it
+    own = ConvNd._fields()
+    named = {name if name in own else nearest(name, own) for name in fields}
+    if named & _OWN or (named & {"w", "s"} and not named & {"h", "r"}):
+        return ConvNd
+    return Problem
 
 
 _THREADS = 256

@@ -221,12 +221,18 @@ def places_read(
     """How many of `size` places along an axis are under some tap of some window."""
     if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
         return max(min((outputs - 1) * stride + taps - padding, size), 0)
-    read = np.zeros(size, np.bool_)
-    for tap in range(taps):
-        first = tap * dilation - padding  # of the places that this tap meets, one a window
-        end = max(first + (outputs - 1) * stride + 1, 0)
-        read[first if first >= 0 else first % stride : end : stride] = True
-    return int(read.sum())
+    read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: the first padded place
+    return (read >> padding & (1 << size) - 1).bit_count()
+
+
+def _repeated(bits: int, step: int, count: int) -> int:
+    """Return `bits` and its copies shifted by `step`, twice `step`, and so on: `count` of them."""
+    done = 1
+    while done < count:
+        more = min(done, count - done)
+        bits |= bits << more * step
+        done += more
+    return bits
 
 
 class Kind(NamedTuple):

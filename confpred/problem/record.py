@@ -175,16 +175,7 @@ class Record:
         Raises:
             InvalidProblem: a word is not ``field=value``, or `from_json` refuses the fields.
         """
-        texts: dict[str, str] = {}
-        for word in text.split():
-            name, equals, value = word.partition("=")
-            if not equals or not name or "=" in value or value.endswith((",", ";")):
-                allowed = "words of the form field=value, with blanks between them"
-                raise InvalidProblem("layer", word, allowed)
-            if name in texts:
-                raise InvalidProblem(name, value, "one value a field")
-            texts[name] = value
-        return cls.from_texts(texts)
+        return cls.from_texts(texts_of(text))
 
     @classmethod
     def from_texts(cls: type[_R], texts: Mapping[str, str]) -> _R:
@@ -202,7 +193,8 @@ class Record:
         if name not in cls.LIMITS and name in cls._fields():
             return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
         if name in cls.TUPLES and re.fullmatch(r"[0-9]{1,18}([x,][0-9]{1,18})+", text):
-            return [int(part) for part in re.split("[x,]", text)]
+            members = [int(part) for part in re.split("[x,]", text)]
+            return members if len(members) <= len(cls.TUPLES[name]) else text
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
 
     def __str__(self) -> str:
@@ -217,6 +209,24 @@ class Record:
     def to_texts(self) -> dict[str, str]:
         """Return the texts of all fields, which `from_texts` reads."""
         return {name: _text(getattr(self, name)) for name in self._fields()}
+
+
+def texts_of(words: str) -> dict[str, str]:
+    """Return the texts of the fields in words such as ``"n=32 c=64"``.
+
+    Raises:
+        InvalidProblem: a word is not ``field=value``, or a field occurs twice.
+    """
+    texts: dict[str, str] = {}
+    for word in words.split():
+        name, equals, value = word.partition("=")
+        if not equals or not name or "=" in value or value.endswith((",", ";")):
+            allowed = "words of the form field=value, with blanks between them"
+            raise InvalidProblem("layer", word, allowed)
+        if name in texts:
+            raise InvalidProblem(name, value, "one value a field")
+        texts[name] = value
+    return texts
 
 
 def _several(count: int) -> str:

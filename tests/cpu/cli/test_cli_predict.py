@@ -15,6 +15,7 @@ from command_line import confpred, named, worked
 from confpred.cli import cli
 from confpred.data.suites import read_suite
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 
 HERE = str(Path(__file__).parent)  # a folder that is no model and has none
@@ -60,6 +61,39 @@ def test_table_has_a_line_a_choice(model_folder):
     bounds = [line[lines[0].index("bound") :].split() for line in lines[1:3]]
     assert float(bounds[0][0]) >= 1
     assert bounds[1] == []  # the second choice has none
+
+
+LINE = "n=8 c=2048 w=4096 k=2048 s=4 groups=2048 padding=3 cut=3 layout=channels_first"
+VOLUME = "n=8 c=54 d=16 h=56 w=56 k=54 t=3 r=3 s=3 groups=54 padding=1 stride=1x2x2"
+
+
+@pytest.mark.parametrize("words", [LINE, VOLUME, f"{LAYER} rank=2"])
+@pytest.mark.parametrize("command", ["predict", "explain"])
+def test_the_words_say_the_rank(command, words) -> None:
+    said = worked(command, "--device", "h100", "--layer", words).stdout
+    assert str(ConvNd.parse(words)) in said
+    same = worked(command, "--device", "h100", "--operation", "conv", "--layer", words).stdout
+    assert said == same
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", LAYER, "--layer", LINE], "allowed: layers of one operation in a command"),
+        (["--layer", f"{LAYER} layot=channels_first"], "allowed: a field such as layout"),
+        (["--layer", f"{VOLUME} dilation=1x2"], "an integer, or 3 of them, as rank is 3"),
+        (["--operation", "conv2d", "--layer", LINE], "a field"),
+        (["--operation", "cov", "--layer", LINE], "conv2d or "),
+    ],
+)
+def test_a_layer_of_another_rank_is_refused_by_its_field(words, message) -> None:
+    named(confpred("predict", "--device", "h100", *words), message, 2)
+
+
+def test_the_help_says_how_a_rank_is_asked_for() -> None:
+    said = " ".join(worked("predict", "--help").stdout.split())
+    for words in ("d=16", "t=3", "layout=channels_first", "cut=3", LINE, VOLUME):
+        assert words in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from confpred.families.registry import all_families
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import DIRECTIONS, DTYPES
 
-#: What networks have: short causal convolutions, a speech encoder's, a separator's, a strided one.
+#: Layers of networks: short causal convolutions, a speech encoder's, a separator's, a strided one.
 LAYERS = (
     "n=1 c=4096 w=4096 k=4096 s=4 padding=3 cut=3 groups=4096",
     "n=16 c=512 w=500 k=512 s=31 padding=15 groups=512",
@@ -86,7 +86,9 @@ def test_windows_hold_what_outputs_read(
     found = line.windows(problem, tile)
     for i, size in enumerate(tile.tolist()):
         vec, phase = int(found["in_vec"][i]), int(found["phase"][i])
-        assert 0 <= phase < up * vec and found["first"][i] % vec == 0 and width % vec == 0
+        assert 0 <= phase < up * vec
+        assert found["first"][i] % vec == 0
+        assert width % vec == 0
         for o0, j, s in product((0, size, 3 * size), range(size), range(taps)):
             reached = down * (o0 + j) + dilation * s - pad
             if reached % up == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 
+import convs
 import norms
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from layers import H100
 from ptx.launch import run_step
 from ptx.memory import DeviceMemory, Operand
-from references import random_inputs, reference
+from references import random_inputs, reference, reference_nd
 from slow import slow_but
 
 from confpred.cuda.compiler import ptx_of
@@ -22,6 +23,7 @@ from confpred.cudnn.family import FAMILY
 from confpred.errors import CompileError
 from confpred.problem import norm
 from confpred.problem.activation import ACTIVATIONS
+from confpred.problem.conv import CONV, LAYOUTS, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, DTYPES, Problem
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operation
@@ -71,6 +73,30 @@ def test_references_are_right(direction: str, groups: int, seed: int) -> None:
     check(CONVOLUTION, problem, inputs, reference(problem, inputs))
 
 
+@pytest.mark.parametrize("seed", slow_but((1,), range(4), "the interpreter takes its time"))
+@pytest.mark.parametrize(("layout", "rank"), list(product(LAYOUTS, (1, 2, 3))))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_references_of_any_rank_are_right(
+    direction: str, layout: str, rank: int, seed: int
+) -> None:
+    rng = random.Random(f"{direction} {layout} {rank} {seed}")
+    problem = convs.random_conv(rng, direction=direction, layout=layout, rank=rank)
+    inputs = convs.inputs_of(problem, seed)
+    check(CONV, problem, inputs, reference_nd(problem, inputs))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_causal_layer_and_a_transposed_one_are_right(direction: str, layout: str) -> None:
+    epilogue = {} if direction == "wgrad" else {"activation": "silu", "residual": True}
+    problem = ConvNd(
+        2, 6, 9, 12, 4, rank=1, stride=2, dilation=2, padding=6, cut=3, groups=3, layout=layout,
+        direction=direction, bias=True, **epilogue,
+    )  # fmt: skip
+    inputs = convs.inputs_of(problem)
+    check(CONV, problem, inputs, reference_nd(problem, inputs))
+
+
 @pytest.mark.parametrize(("activation", "groups"), list(zip(ACTIVATIONS, cycle((1, 4)))))
 def test_every_activation_is_right(activation: str, groups: int) -> None:
     problem = Problem(2, 8, 5, 6, 16, 3, 3, groups=groups, activation=activation, residual=True)
@@ -92,6 +118,7 @@ def test_an_unknown_activation_does_not_compile(activation: str | int) -> None:
     for step in (
         CONVOLUTION.reference(Problem(1, 8, 4, 4, 8, 3, 3), "out"),
         BATCH_NORM.reference(BatchNorm(2, 4, 4, 8, direction="backward"), "in_grad"),
+        CONV.reference(ConvNd(1, 8, 4, 8, 3), "out"),
     ):
         defines = dict(step.kernel.defines) | {"ACTIVATION": activation}
         with pytest.raises(CompileError):

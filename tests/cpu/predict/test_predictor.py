@@ -24,10 +24,13 @@ from confpred.families.registry import all_families, families_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
+from confpred.predict.explain import explain_layer
 from confpred.predict.plan import plan_of
 from confpred.predict.predictor import RANKINGS_KEPT, Predictor, donor_for
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.problem.limits import Limits
 
 H100 = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -48,6 +51,20 @@ def measured(predictor: Predictor) -> list[Problem]:
 def neighbours(count: int) -> list[Problem]:
     """Problems that were not measured, each with well over a hundred candidates."""
     return [replace(UNSEEN, n=n, h=29 + n % 5) for n in range(2, 2 + count)]
+
+
+def test_problems_of_a_further_operation_have_its_models(predictor, model_folder):
+    further = Predictor({}, further={Problem: predictor.models})
+    assert not further.models
+    for limits in (Limits(), Limits(workspace_bytes=0)):
+        found, right = (p.within(limits).rank(UNSEEN, "h100", 3) for p in (further, predictor))
+        assert found == right
+    found, right = (explain_layer(UNSEEN, "a100", predictor=p) for p in (further, predictor))
+    assert found == right
+    line = ConvNd(8, 64, 512, 64, 4, padding=3, cut=3, groups=64, rank=1, layout="channels_first")
+    both, own = Predictor.load(model_folder, further=["conv"]), Predictor.load(operation="conv")
+    assert both.rank(line, "h100") == own.rank(line, "h100")
+    assert both.rank(UNSEEN, "h100") == predictor.rank(UNSEEN, "h100")
 
 
 def test_a_measured_problem_gets_its_best_config(predictor, measured):

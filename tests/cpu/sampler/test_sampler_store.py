@@ -26,6 +26,7 @@ from confpred.data.parquet import (
 )
 from confpred.errors import DataError, FolderBusy, InvalidInput, StorageError
 from confpred.families.registry import config_ids
+from confpred.problem.conv import CONV
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.store import FLUSH_ROWS, open_store
 from confpred.sampler.tasks import Measured
@@ -48,10 +49,13 @@ def test_a_row_comes_back_as_it_was(shard):
 
 def test_the_readme_lists_exactly_the_columns(repository):
     text = (repository / "datasets" / "README.md").read_text()
-    table = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\| ([^|]+) \|$", text, re.MULTILINE)
-    assert [(name, kind) for name, kind, _, _ in table] == [
-        (f.name, str(f.type)) for f in schema(CONVOLUTION)
-    ]
+    every, further = (
+        re.findall(r"^\| `(\w+)` \| (\w+) \| [^|]*\| [^|]+ \|$", part, re.MULTILINE)
+        for part in text.split("### Convolutions of any rank")
+    )
+    own, of_conv = ([(f.name, str(f.type)) for f in schema(o)] for o in (CONVOLUTION, CONV))
+    assert every == own
+    assert sorted(further) == sorted({*of_conv} - {*own})
 
 
 def test_the_readme_tells_of_every_file(repository):

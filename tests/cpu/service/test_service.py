@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import H100
 from served import copy_model
-from strategies import problems, problems_of
+from strategies import convs, problems, problems_of
 
 from confpred import Predictor
 from confpred.errors import ModelError
@@ -22,6 +22,7 @@ from confpred.families.registry import all_families
 from confpred.model.folder import load_model
 from confpred.problem.conv2d import CHOICES, LIMITS, PAIRS, Problem
 from confpred.problem.device import KNOWN
+from confpred.problem.record import Record
 from confpred.service import Settings
 from confpred.service.app import create_app
 from confpred.service.schema import EXAMPLE, EXAMPLES
@@ -60,6 +61,38 @@ def test_library_and_http_agree_to_the_bit(
     assert reply.content == as_sent([[PREDICTOR.choose(problem, device)] for problem in asked])
     reply = client.post("/v1/predict", json={**body, "top": 5})
     assert reply.content == as_sent([PREDICTOR.rank(problem, device, 5) for problem in asked])
+
+
+@settings(max_examples=20, deadline=None)
+@given(asked=st.lists(convs() | problems(), min_size=1, max_size=4))
+def test_layers_of_any_rank_are_answered_as_the_library_does(
+    client: TestClient, asked: list[Record]
+) -> None:
+    body = {"device": "h100", "problems": [problem.to_json() for problem in asked], "top": 3}
+    reply = client.post("/v1/predict", json=body)
+    assert reply.status_code == 200
+    assert reply.content == as_sent([PREDICTOR.rank(problem, "h100", 3) for problem in asked])
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "allowed"),
+    [
+        ({"cut": 99}, "w", "large enough for an output"),
+        ({"layot": "channels_first"}, "layot", "a field such as layout"),
+        ({"stride": [1, 2]}, "stride", "an integer, as rank is 1"),
+        ({"layout": "NCL"}, "layout", "channels_last or channels_first"),
+    ],
+)
+def test_a_layer_of_another_rank_is_refused_by_its_field(
+    client: TestClient, change: dict[str, Any], field: str, allowed: str
+) -> None:
+    line = {"n": 1, "c": 8, "w": 64, "k": 8, "s": 4, "groups": 8}
+    body = {"device": "h100", "problems": [line, line | change]}
+    reply = client.post("/v1/predict", json=body)
+    assert reply.status_code == 422
+    error = reply.json()["error"]
+    assert error["field"] == f"problems[1].{field}"
+    assert allowed in error["allowed"]
 
 
 @settings(max_examples=10, deadline=None)

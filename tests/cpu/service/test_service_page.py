@@ -24,6 +24,7 @@ from confpred import Predictor
 from confpred.cli.models import _here
 from confpred.predict import explain
 from confpred.predict.explain import explain_layer, explain_layers
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import CHOICES, LIMITS, Problem
 from confpred.problem.device import KNOWN
 from confpred.retraining.drift import Drift
@@ -84,11 +85,17 @@ def test_a_page_runs_and_loads_nothing(client: TestClient, path: str) -> None:
 def test_the_form_has_all_fields_of_a_problem_with_their_ranges(client: TestClient) -> None:
     text = client.get("/").text
     controls = {each["name"]: each for each in Elements(text).of("input", "select")}
-    assert {field.name for field in fields(Problem)} | {"device", "top"} == controls.keys()
+    further = {"d", "t", "layout", "cut"}  # of `ConvNd` alone; the rank follows from the sizes
+    own = {field.name for field in fields(Problem)} | further
+    assert own | {"device", "top"} == controls.keys()
+    needed = {name for name in own if "required" in controls[name]}
+    assert needed == {f.name for f in fields(ConvNd) if f.default is MISSING}
     labels = {each["for"] for each in Elements(text).of("label")}
     assert controls.keys() == labels
-    assert sum(map(len, GROUPS.values())) == len(fields(Problem))
-    for name, (low, high) in LIMITS.items():
+    assert sum(map(len, GROUPS.values())) == len(own)
+    for name, (low, high) in {
+        n: ConvNd.LIMITS[n] for n in ("d", "t", "cut")
+    }.items() | LIMITS.items():
         assert f'id="hint-{name}">{low} to {high:,}' in text
         assert f"hint-{name}" in str(controls[name]["aria-describedby"])
     for words in CHOICES.values():
@@ -103,6 +110,27 @@ def test_the_form_as_it_stands_asks_the_example(client: TestClient) -> None:
     reply = client.get("/", params=sent)
     assert reply.status_code == 200
     assert f"<code>{EXAMPLE}</code> on " in reply.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"h": "", "r": "", "padding": "2", "cut": "2", "layout": "channels_first"},
+         "n=32 c=64 w=56 k=64 s=3 rank=1 padding=2 cut=2 groups=8 layout=channels_first"),
+        ({"d": "8", "t": "3", "padding": "1x1x1"},
+         "n=32 c=64 d=8 h=56 w=56 k=64 t=3 r=3 s=3 rank=3 padding=1 groups=8"),
+    ],
+)  # fmt: skip
+def test_the_form_asks_layers_of_any_rank_and_keeps_what_was_asked(
+    client: TestClient, changes: dict[str, str], asked: str
+) -> None:
+    shown = controls(client.get("/").text).items()
+    sent = {name: value for name, value in shown if value != "false"} | {"activation": "none"}
+    reply = client.get("/", params=sent | changes)
+    assert reply.status_code == 200
+    assert f"<code>{asked}</code> on " in reply.text
+    kept = controls(reply.text)
+    assert {name: kept[name] for name in changes} == changes
 
 
 @pytest.mark.parametrize("empty", ["", " "])
