@@ -13,7 +13,7 @@
 //
 // The layer's sizes are run-time arguments. Compile-time, of each axis: WINDOW, UP, DOWN, DILATION; FLIP, DTYPE,
 // ACTIVATION, HAS_BIAS, HAS_RESIDUAL, REPEAT (output channels of a thread that share an input channel),
-// MIN_BLOCKS (of MAX_THREADS threads, that a multiprocessor must hold: bounds the registers), and the config:
+// MAX_REGISTERS (of a thread), and the config:
 //
 //   VEC             channels of a thread: one access to memory
 //   TILE_P, TILE_Q  output rows and columns of a thread
@@ -35,7 +35,6 @@
 // tiles share comes out of the L1 cache.
 #include "depthwise.cuh"
 
-enum { MAX_THREADS = 256 };  // of a block
 constexpr int PERIOD_D = UP_D * DOWN_D;
 constexpr int DEPTH = (DILATION_D * (WINDOW_D - 1) + (UP_D - 1) * DOWN_D) / PERIOD_D + 1;
 constexpr int IN_H = (DOWN_H * (TILE_P - 1) + DILATION_H * (WINDOW_H - 1)) / UP_H + 1;  // input rows of a tile
@@ -54,11 +53,10 @@ static_assert(IN_H <= 32 && IN_X <= 32, "validity bits are kept in a word each")
 
 // What launches count on, as confpred/families/volume/volume.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
-static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(DEPTH == HOST_DEPTH && IN_H == HOST_IN_H && IN_X == HOST_IN_X, "the host counts a thread's work by them");
 static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) volume(
+extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int k, int multiplier,
     int d, int h, int w, int z, int p, int q, int origin_d, int origin_h, int origin_w,

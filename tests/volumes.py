@@ -19,7 +19,7 @@ from confpred.problem.device import Device
 
 FAMILIES = {
     family.name: family
-    for module in ("volume",)
+    for module in ("volume", "volume_wgrad")
     for family in families_in(f"confpred.families.volume.{module}")
 }
 WINDOWS = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from confpred.families.common import ceil_div
+from confpred.families.common import MAX_REGISTERS, ceil_div
 from confpred.families.protocol import Array, Mask
 from confpred.problem.conv import MAX_RANK, ConvNd
 
@@ -23,7 +23,10 @@ MAX_STEP = 2  # the largest stride and dilation
 #: padding that they count beyond it.
 MAX_IMAGE = 2**30
 MAX_IMAGES = 65_535  # of a batch: an image is a block of the grid's last dimension, or fewer
-MAX_THREADS = 256  # of a block: what the kernels are compiled for
+#: Bounds of a thread's registers at which a multiprocessor holds one more block of 128 threads.
+_BOUNDS = np.array((64, 72, 80, 96, 128, 168, MAX_REGISTERS))
+_MARGIN = 1.08  # of a bound over an estimate, so that kernels do not spill
+ROW_WORD = 32  # bits of the words that hold which rows and columns of a tile are inside
 LEAST_LANES = 8  # the smallest limit of lanes in the config tables
 ACCESS_BYTES = 16  # most that a thread can access at once
 
@@ -87,6 +90,13 @@ def shared_lanes(problem: ConvNd, t: dict[str, Array]) -> None:
     t["lanes"] = ceil_div(vectors, t["c_tiles"])
     t["distinct_lanes"] = (t["lanes_c"] < 2 * vectors) | (t["lanes_c"] == LEAST_LANES)
     t["repeat"] = np.minimum(t["vec"], problem.k // problem.c)
+
+
+def bound(registers: Array) -> Array:
+    """Return the bounds of registers that kernels with these estimates are compiled for."""
+    places = np.searchsorted(_BOUNDS, registers * _MARGIN)
+    found: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
+    return found
 
 
 def one(layout: Mapping[str, Any]) -> dict[str, int]:

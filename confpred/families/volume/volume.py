@@ -25,7 +25,6 @@ _TILES = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4))
 #: Most multiply-adds of a thread's step, which are all unrolled: more take long to compile and do
 #: not fit the instruction cache.
 _MOST_PRODUCTS = 4096
-_ROW_WORD = 32  # bits of the words that hold which rows and columns of a tile are inside
 
 
 def _config_table() -> NDArray[np.void]:
@@ -101,9 +100,8 @@ class Volume(Described):
 
     def legal(self, problem: ConvNd, device: Device) -> Mask:
         p = problem
-        if p.direction != self.direction or not volume.handles(p):
-            return np.zeros(len(self.configs), np.bool_)
-        if p.direction == "dgrad" and p.k != p.c:
+        served = volume.handles(p) and (self.direction == "fprop" or p.k == p.c)
+        if p.direction != self.direction or not served:
             return np.zeros(len(self.configs), np.bool_)
         t, (deep, down, across) = self._layout(p), _axes(p)
         rows = ceil_div(deep.pieces(deep.up), t["bands"])
@@ -124,7 +122,7 @@ class Volume(Described):
             # A band of one plane would read a whole window to make it; and half as many bands must
             # be larger ones, or the launch would be the same.
             & ((t["bands"] == 1) | ((rows >= min(2, p.t)) & (rows < half)))
-            & (np.maximum(t["in_h"], t["in_x"]) <= _ROW_WORD)
+            & (np.maximum(t["in_h"], t["in_x"]) <= volume.ROW_WORD)
             & (t["products"] <= _MOST_PRODUCTS)
             & (t["registers"] <= common.MOST_ESTIMATED_REGISTERS)
             & (t["smem_bytes"] <= device.smem_per_block)
@@ -135,7 +133,7 @@ class Volume(Described):
     def launch(self, problem: ConvNd, row: int) -> Launch:
         p, axes = problem, _axes(problem)
         t = volume.one(self._layout(p, np.array([row])))
-        defines = (
+        defines: tuple[tuple[str, int | str], ...] = (
             *volume.axis_macros(
                 window=p.filter_shape,
                 up=tuple(axis.up for axis in axes),
@@ -146,10 +144,11 @@ class Volume(Described):
             dtype_macro(p),
             *common.epilogue_macros(p),
             ("REPEAT", t["repeat"]),
-            ("MIN_BLOCKS", t["min_blocks"]),
+            ("MAX_REGISTERS", t["max_registers"]),
             *common.config_macros(self.configs[row], _COMPILED),
-            *common.agreed_macros(max_threads=volume.MAX_THREADS, depth=t["depth"]),
-            *common.agreed_macros(in_h=t["in_h"], in_x=t["in_x"], filter_pitch=t["pitch"]),
+            *common.agreed_macros(
+                depth=t["depth"], in_h=t["in_h"], in_x=t["in_x"], filter_pitch=t["pitch"]
+            ),
         )
         sizes = (axis.size_in for axis in axes)
         results = (axis.size_out for axis in axes)
@@ -216,7 +215,7 @@ class Volume(Described):
             + outputs * packed * p.residual
             + 34
         ).astype(np.int64)
-        t["min_blocks"] = np.clip(65_536 // (volume.MAX_THREADS * t["registers"]), 1, 4)
+        t["max_registers"] = volume.bound(t["registers"])
         # Instructions that a thread issues in one step: products, conversions, loads and their
         # addresses, loads of the filter, stores, and the rest.
         t["thread_step"] = (
@@ -235,14 +234,13 @@ class Volume(Described):
         p, (deep, down, across) = problem, _axes(problem)
         t = self._layout(p, rows)
         blocks = t["grid_x"] * t["bands_cut"] * p.n
-        registers = np.minimum(t["registers"], common.MAX_REGISTERS)
-        threads = t["block_threads"]
-        filled = Occupancy.of(device, blocks, threads, registers, t["smem_bytes"])
+        threads = t["block_threads"]  # in whole warps
+        filled = Occupancy.of(device, blocks, threads, t["max_registers"], t["smem_bytes"])
         steps = t["band_groups"] + t["depth"] - 1
         channels = t["vec"] // t["repeat"] * p.itemsize  # bytes of a thread's pixel
         thread_loads = deep.down * t["in_h"] * t["in_x"] * channels
         ahead = np.where(t["plane_ahead"], thread_loads, t["in_x"] * channels)
-        in_flight = filled.resident * t["block_threads"] * ahead
+        in_flight = filled.resident * threads * ahead
         # Pixels that a block loads in a step; neighbouring tiles meet in the L1 cache.
         block_rows = down.reach(t["block_p"] * t["tile_p"])
         block_pixels = deep.down * block_rows * across.reach(t["block_q"] * t["tile_q"])
@@ -255,6 +253,7 @@ class Volume(Described):
             common.memory_s(p.minimum_bytes, device, in_flight),
             common.l2_s(load_bytes, device),
             common.instructions_s(fullest * work, device),
+            device.roofline_s(p),
         )
         places = down.size_out * across.size_out
         covered = t["grid_x"] // t["c_tiles"] * t["block_p"] * t["block_q"]
