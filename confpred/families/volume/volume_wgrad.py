@@ -31,10 +31,12 @@ def _config_table() -> NDArray[np.void]:
         (1, 2, 4), _TILES, (0, 1), (0, 1), (volume.LEAST_LANES, 32), (128, 256), (1, 4),
         (1, 16, 64, 128, 256, 512),
     )  # fmt: skip
-    vec, tile_p, tile_q, plane_each, plane_ahead = rows.T[:5]
+    vec, tile_p, tile_q, plane_each, plane_ahead, lanes_c = rows.T[:6]
     outputs = vec * tile_p * tile_q
     # More leave no registers for the sums; nor does loading far ahead, with all of a filter.
     kept = (outputs <= 16) & ((outputs <= 8) | (np.minimum(1 - plane_each, plane_ahead) == 0))
+    # One block has all of a channel only in small layers, whose blocks are few as it is.
+    kept &= (rows[:, -1] > 1) | (lanes_c == volume.LEAST_LANES)
     return config_table(_FIELDS, rows[kept])
 
 

@@ -10,11 +10,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from layers import H100
+from layers import H100, random_legal_volume
+from layers import VOLUMES as FAMILIES
 from ptx.launch import interpret
 from references import outside, random_inputs, some_rows
 from slow import slow_but
-from volumes import FAMILIES, expected, random_legal_problem
+from volumes import expected
 
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.activation import ACTIVATIONS
@@ -48,7 +49,7 @@ def layer_of(family: Family, **fields: object) -> ConvNd:
 @every_family
 def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: int) -> None:
     rng = random.Random(f"{family.name} {seed}")
-    problem = random_legal_problem(rng, family)
+    problem = random_legal_volume(rng, family, H100)
     rows = some_rows(family, problem, H100, rng, KERNELS, CONFIGS)
     check(family, problem, rows, ("sm_80", H100.arch)[seed % 2])
 

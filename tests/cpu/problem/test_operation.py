@@ -24,6 +24,7 @@ from confpred.cuda.compiler import compile_kernel
 from confpred.data.parquet import merge, operation_in, read, schema
 from confpred.errors import DataError
 from confpred.families.registry import all_families, all_operations, families_of, operation_of
+from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
@@ -39,14 +40,15 @@ SMALL = "n=2 c=6 h=7 w=5 k=12 r=3 s=2 groups=3 padding=1 stride=2x1 "
 def test_every_family_here_computes_one_operation() -> None:
     assert isinstance(CONVOLUTION, Operation)
     assert all_operations() == {
-        operation.name: operation for operation in (CONVOLUTION, LINEAR_CHAIN, BATCH_NORM)
+        operation.name: operation for operation in (CONVOLUTION, CONV, LINEAR_CHAIN, BATCH_NORM)
     }
     problems = (
         Problem.parse(SMALL),
+        ConvNd.parse("rank=3 " + SMALL.replace("2x1", "1")),
         LinearChain(1, 8, 8, 8, 2),
         BatchNorm(2, 3, 3, 8),
     )
-    operations = [CONVOLUTION, LINEAR_CHAIN, BATCH_NORM]
+    operations = [CONVOLUTION, CONV, LINEAR_CHAIN, BATCH_NORM]
     assert [operation_of(p) for p in problems] == operations
     families = [name for problem in problems for name in families_of(problem)]
     assert sorted(families) == sorted(all_families())
