@@ -237,16 +237,15 @@ class Volume(Described):
         threads = t["block_threads"]  # in whole warps
         filled = Occupancy.of(device, blocks, threads, t["max_registers"], t["smem_bytes"])
         steps = t["band_groups"] + t["depth"] - 1
-        channels = t["vec"] // t["repeat"] * p.itemsize  # bytes of a thread's pixel
-        thread_loads = deep.down * t["in_h"] * t["in_x"] * channels
-        ahead = np.where(t["plane_ahead"], thread_loads, t["in_x"] * channels)
-        in_flight = filled.resident * threads * ahead
-        # Pixels that a block loads in a step; neighbouring tiles meet in the L1 cache.
+        # Bytes that a block loads in a step; neighbouring tiles meet in the L1 cache.
         block_rows = down.reach(t["block_p"] * t["tile_p"])
         block_pixels = deep.down * block_rows * across.reach(t["block_q"] * t["tile_q"])
-        load_bytes = blocks * steps * block_pixels * t["lanes"] * channels
+        step_bytes = block_pixels * t["lanes"] * t["vec"] // t["repeat"] * p.itemsize
+        ahead = step_bytes / np.where(t["plane_ahead"], 1, deep.down * t["in_h"])
+        in_flight = filled.resident * ahead
         # Steps whose input planes are padding only finish output planes.
         computed = np.minimum(steps, ceil_div(deep.size_in, deep.down))
+        load_bytes = blocks * computed * step_bytes
         work = (computed + 0.25 * (steps - computed)) * t["thread_step"] + common.BLOCK_INSTRUCTIONS
         fullest = filled.sm_blocks * device.sm_count * threads
         seconds = common.largest(

@@ -137,7 +137,7 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
         assert list(all_families())[-1] == "layer_norm"
-        names = ["batch_norm", "conv2d", "layer_norm", "linear_chain"]
+        names = ["batch_norm", "conv", "conv2d", "layer_norm", "linear_chain"]
         assert sorted(all_operations()) == names
         rows = LayerNormProblem(40, 64)
         assert list(families_of(rows)) == ["layer_norm"]
