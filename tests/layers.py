@@ -11,6 +11,7 @@ import numpy as np
 
 from confpred.families.protocol import Family
 from confpred.families.registry import kernels_of
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
 from confpred.problem.norm import BatchNorm
@@ -20,6 +21,12 @@ H100 = get_device("h100")
 #: The kernel families of convolution and of batch norm, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
 NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
+#: Those of depthwise convolution of volumes.
+VOLUMES = {
+    name: family
+    for name, family in kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1)).items()
+    if name.startswith("volume")
+}
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -30,6 +37,10 @@ DENSE, MOST_DENSE = 0, 128
 WINDOWS = (
     (1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11),
     (1, 7), (7, 1), (2, 4), (1, 11), (11, 1),
+)  # fmt: skip
+VOLUME_WINDOWS = (
+    (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 5, 5), (7, 7, 7), (3, 1, 1), (7, 1, 1), (1, 3, 3),
+    (1, 7, 7), (3, 5, 5), (1, 1, 1), (2, 3, 4),
 )  # fmt: skip
 #: Stride and dilation.
 STEPS = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -186,4 +197,41 @@ def random_norm(rng: random.Random, family: Any, most_rows: int = 3000) -> Batch
             frozen=rng.random() < 0.2,
         )
         if problem.rows * problem.c <= 8 * most_rows and family.legal(problem, H100).any():
+            return problem
+
+
+def random_volume(rng: random.Random, direction: str) -> ConvNd:
+    """Return a small layer, which need not have a legal config: odd channels, one plane, tiles
+    larger than the volume, padding larger than the window, a cut."""
+    window = rng.choice(VOLUME_WINDOWS)
+    padding = [rng.randint(0, size + 1) for size in window]
+    stride, dilation = ([rng.choice((1, 1, 2)) for _ in range(3)] for _ in range(2))
+    least = [
+        max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding, strict=True)
+    ]
+    d, h, w = (low + rng.randint(0, 9) for low in least)
+    c = rng.choice((1, 2, 3, 6, 8, 10, 16, 24, 54))
+    width = (w + 2 * padding[2] - dilation[2] * (window[2] - 1) - 1) // stride[2] + 1
+    fields: dict[str, Any] = {"bias": rng.random() < 0.5, "deterministic": False}
+    if direction == "wgrad":
+        fields["deterministic"] = rng.random() < 0.5
+    else:
+        fields |= {"activation": rng.choice(ACTIVATIONS), "residual": rng.random() < 0.5}
+    return ConvNd(
+        n=rng.choice((1, 1, 2, 3)), c=c, d=d, h=h, w=w,
+        k=c * (1 if direction == "dgrad" else rng.choice((1, 1, 1, 2, 3))),
+        t=window[0], r=window[1], s=window[2], stride=tuple(stride), padding=tuple(padding),
+        dilation=tuple(dilation), cut=rng.choice((0, 0, min(2, width - 1))), groups=c,
+        dtype=rng.choice(DTYPES), direction=direction, **fields,
+    )  # fmt: skip
+
+
+def random_legal_volume(
+    rng: random.Random, family: Family, device: Device, most_flops: int = 2**21
+) -> ConvNd:
+    """Return a `random_volume` that `family` has configs for."""
+    direction = family.name.rpartition("_")[2]
+    while True:
+        problem = random_volume(rng, direction)
+        if problem.flops <= most_flops and family.legal(problem, device).any():
             return problem

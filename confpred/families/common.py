@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from confpred.families.protocol import Array, Floats, Mask
 from confpred.problem.activation import ACTIVATIONS, activation_macro
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Step
@@ -49,7 +50,7 @@ def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, in
     return tuple((name.upper(), int(config[name])) for name in fields)
 
 
-def epilogue_macros(problem: Problem) -> tuple[tuple[str, int | str], ...]:
+def epilogue_macros(problem: Problem | ConvNd) -> tuple[tuple[str, int | str], ...]:
     """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
     flags = macros(HAS_BIAS=int(problem.bias), HAS_RESIDUAL=int(problem.residual))
     return (activation_macro(problem.activation), *flags)
@@ -90,7 +91,7 @@ def kernel_step(
 
 def sum_step(
     name: str,
-    problem: Problem,
+    problem: Problem | ConvNd,
     elements: int,
     columns: int,
     thread_bytes: int,

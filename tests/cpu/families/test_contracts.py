@@ -16,7 +16,7 @@ from dataclasses import replace
 import layer_norm
 import numpy as np
 import pytest
-from layers import CONVOLUTIONS, H100, random_legal_layer
+from layers import CONVOLUTIONS, H100, VOLUMES, random_legal_layer, random_legal_volume
 from ptx.launch import ptx_of
 from ptx.text import PtxError
 
@@ -26,7 +26,7 @@ from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 
-FAMILIES = CONVOLUTIONS
+FAMILIES = {**CONVOLUTIONS, **VOLUMES}
 LAYERS = 12  # of each family
 
 #: Kernels name an operand by its role: those that compute an image make the gradient of the input
@@ -41,6 +41,8 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "depthwise_wgrad": _SUMS,
     "depthwise_banded_wgrad": _SUMS,
     "depthwise_wgrad_sum": _SUMS,
+    "volume": _IMAGE,
+    "volume_wgrad": _SUMS,
     "grouped_wgrad_sum": {"scratch": "sums"},
     "reference_bias_grad": {REFERENCE: "bias_grad"},
     **{
@@ -77,7 +79,9 @@ def parameters(text: str, spec: KernelSpec) -> list[tuple[str, str]]:
     `text`."""
     text = re.sub(r"//.*|\\\n", "", text)
     macros = dict(re.findall(r"^#define (\w+) +(.+)$", text, re.MULTILINE))
-    head = rf'extern "C" __global__ void (?:__launch_bounds__\([^()]*\) )?{spec.entry}\('
+    head = (
+        rf'extern "C" __global__ void (?:__(?:launch_bounds|maxnreg)__\([^()]*\) )?{spec.entry}\('
+    )
     (found,) = re.finditer(head + r"([^()]*)\)", text)
     listed = chosen_lines(found[1], dict(spec.defines))
     listed = re.sub(r"\b[A-Z]+\b", lambda name: macros.get(name[0], name[0]), listed)
@@ -106,13 +110,19 @@ def breaches(step: Step, text: str) -> list[str]:
     return differ
 
 
+def random_problem(rng: random.Random, family: Family) -> Record:
+    """Return a random problem that `family` has configs for."""
+    drawn = random_legal_volume if family.name in VOLUMES else random_legal_layer
+    return drawn(rng, family, H100)
+
+
 def steps_of(family: Family) -> list[Step]:
     """Return a launch of each kernel of `family` with each setting of the macros that its
     parameters may depend on, as far as random layers meet them."""
     rng = random.Random(family.name)
     found: dict[tuple[object, ...], Step] = {}
     for _ in range(LAYERS):
-        problem = random_legal_layer(rng, family, H100)
+        problem = random_problem(rng, family)
         rows = np.flatnonzero(family.legal(problem, H100)).tolist()
         for row in rng.sample(rows, min(20, len(rows))):
             for step in family.launch(problem, row).steps:
@@ -160,6 +170,8 @@ def test_every_kernel_is_here() -> None:
         "layer_norm.cu",
         "reference.cu",
         "reference_dense.cu",
+        "volume.cu",
+        "volume_wgrad.cu",
     }
 
 
@@ -237,7 +249,7 @@ def test_what_is_asserted_makes_no_more_kernels(family: Family) -> None:
     rng = random.Random(f"{family.name} again")
     kernels = set()
     for _ in range(LAYERS):
-        problem = random_legal_layer(rng, family, H100)
+        problem = random_problem(rng, family)
         rows = np.flatnonzero(family.legal(problem, H100)).tolist()
         for row in rng.sample(rows, min(100, len(rows))):
             kernels.update(step.kernel for step in family.launch(problem, row).steps)

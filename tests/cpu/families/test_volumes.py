@@ -1,0 +1,257 @@
+"""The families of depthwise convolution of volumes: which layers they take, how launches cover
+them, and what their kernels are compiled to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from layers import H100, random_legal_volume
+from layers import VOLUMES as FAMILIES
+from ptxas import ARCHS, resources
+
+from confpred.families.protocol import Family, config_dict
+from confpred.families.registry import families_of, family_named
+from confpred.families.volume.volume import _axes
+from confpred.problem.conv import ConvNd
+from confpred.problem.conv2d import DTYPES
+from confpred.problem.device import KNOWN
+from confpred.problem.operation import Step
+
+MOST_STACK_BYTES = 256  # 136 in the worst of a hundred kernels
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+#: A layer, and what makes it another one, of which no family has a config.
+LAYER = "rank=3 n=2 c=24 d=8 h=14 w=14 k=24 t=3 r=3 s=3 padding=1 groups=24"
+REFUSED = (
+    "groups=12", "layout=channels_first", "stride=3", "stride=1x1x3", "dilation=3x1x1", "t=8",
+    "s=8", "d=60000 h=1000", "n=65536 d=1 t=1 padding=0x1x1",
+    "rank=2 d=1 t=1", "rank=1 d=1 t=1 h=1 r=1",
+)  # fmt: skip
+#: Layers of networks, and some that are unlike these.
+SERVED = (
+    "d=8 h=56 w=56 c=54 k=54 groups=54 n=8",
+    "d=16 h=112 w=112 c=64 k=64 groups=64 stride=1x2x2",
+    "d=4 h=7 w=7 c=432 k=432 groups=432 dtype=bfloat16",
+    "t=5 r=5 s=5 padding=2 dtype=float32",
+    "t=7 r=7 s=7 padding=3",
+    "t=7 r=7 s=7 padding=6 dilation=2 dtype=float32",
+    "t=3 r=1 s=1 padding=1x0x0",
+    "t=1 r=7 s=7 padding=0x3x3 stride=2",
+    "t=1 r=1 s=1 padding=0 stride=2",
+    "c=27 k=27 groups=27",
+    "c=1 k=1 groups=1 padding=20",
+    "cut=3 padding=1x1x3",
+    "d=1 h=1 w=1",
+)
+
+
+def parsed(family: Family, words: str) -> ConvNd:
+    """Return `LAYER` in the family's direction, with other `words`."""
+    given = f"{LAYER} direction={family.name.rpartition('_')[2]} {words}".split()
+    fields = dict(word.split("=") for word in given)
+    if "padding" not in words and fields["rank"] != "3":
+        fields["padding"] = "0"
+    return ConvNd.parse(" ".join(f"{name}={value}" for name, value in fields.items()))
+
+
+def legal_rows(family: Family, problem: ConvNd) -> list[int]:
+    return np.flatnonzero(family.legal(problem, H100)).tolist()
+
+
+@every_family
+def test_a_family_is_found_by_name_and_problem(family: Family) -> None:
+    assert family_named(family.name) is family
+    assert families_of(parsed(family, ""))[family.name] is family
+    assert len(np.unique(family.configs)) == len(family.configs) <= 2200
+    assert len(set(family.feature_names)) == len(family.feature_names)
+
+
+@pytest.mark.parametrize("words", SERVED)
+@every_family
+def test_layers_of_networks_and_unusual_ones_have_configs(family: Family, words: str) -> None:
+    for device in KNOWN.values():
+        assert family.legal(parsed(family, words), device).any(), device.key
+
+
+@pytest.mark.parametrize("words", REFUSED)
+@every_family
+def test_other_layers_have_none(family: Family, words: str) -> None:
+    assert not family.legal(parsed(family, words), H100).any()
+    other = {"fprop": "dgrad", "dgrad": "wgrad", "wgrad": "fprop"}
+    direction = other[parsed(family, "").direction]
+    assert not family.legal(parsed(family, f"direction={direction}"), H100).any()
+
+
+@every_family
+def test_a_channel_multiplier_is_not_for_the_input_gradient(family: Family) -> None:
+    legal = family.legal(parsed(family, "k=48"), H100)
+    assert legal.any() == (family.name != "volume_dgrad")
+
+
+@every_family
+def test_nearly_every_config_serves_some_layer(family: Family) -> None:
+    met = np.zeros(len(family.configs), np.bool_)
+    sizes = (
+        (1, 24, 7), (1, 27, 7), (1, 54, 14), (1, 432, 7), (8, 27, 112), (8, 64, 112), (8, 54, 56),
+        (8, 99, 112), (8, 432, 28), (8, 1001, 56), (8, 2048, 7),
+    )  # fmt: skip
+    windows = (
+        "", "t=7 r=1 s=1 padding=3x0x0", "t=3 r=1 s=1 padding=1x0x0", "t=5 r=5 s=5 padding=2",
+        "t=1 padding=0x1x1",
+    )  # fmt: skip
+    for (n, c, side), d, dtype, window in product(sizes, (2, 9, 32), DTYPES, windows):
+        words = f"n={n} d={d} h={side} w={side} c={c} k={c} groups={c} dtype={dtype} {window}"
+        met |= family.legal(parsed(family, words), H100)
+    assert met.mean() > 0.99, [config_dict(family, row) for row in np.flatnonzero(~met)[:9]]
+
+
+@pytest.mark.parametrize("words", [*SERVED, "c=192 k=192 groups=192 d=9 h=30 w=50"])
+@every_family
+def test_no_two_configs_of_a_layer_are_the_same_launch(family: Family, words: str) -> None:
+    problem = parsed(family, words)
+    seen: dict[object, int] = {}
+    for row in legal_rows(family, problem):
+        steps = family.launch(problem, row).steps
+        key = tuple((s.kernel, s.grid, s.block, tuple(s.scalars.items())) for s in steps)
+        assert key not in seen, (config_dict(family, row), config_dict(family, seen[key]))
+        seen[key] = row
+
+
+def covered(problem: ConvNd, step: Step) -> np.ndarray:
+    """Return how often threads of an image's launch come to each of its results: channel, plane,
+    row, column."""
+    s, macros = step.scalars, {n: int(v) for n, v in step.kernel.defines if str(v).isdigit()}
+    found = np.zeros((s["k"], s["z"], s["p"], s["q"]), np.int64)
+
+    def piece(start: int, size: int, most: int) -> slice:
+        return slice(max(start, 0), max(min(start + size, most), 0))
+
+    assert step.grid[2] == problem.n
+    for x, y, thread in product(range(step.grid[0]), range(step.grid[1]), range(step.block[0])):
+        lane, tile = thread % s["lanes_c"], thread // s["lanes_c"]
+        c_tile, block = x % s["c_tiles"], x // s["c_tiles"]
+        if tile >= s["block_p"] * s["block_q"]:
+            continue
+        places = []
+        for start, count, at, axis in (
+            (block // s["q_blocks"], s["block_p"], tile // s["block_q"], "p"),
+            (block % s["q_blocks"], s["block_q"], tile % s["block_q"], "q"),
+        ):
+            size = macros[f"TILE_{axis.upper()}"]
+            shift = s[{"p": "shift_h", "q": "shift_w"}[axis]]
+            places.append(piece((start * count + at) * size - shift, size, s[axis]))
+        up = macros["UP_D"]
+        start, groups = up * y * s["band_groups"] - s["shift_d"], s["band_groups"]
+        channels = piece((c_tile * s["lanes_c"] + lane) * macros["VEC"], macros["VEC"], s["k"])
+        found[channels, piece(start, up * groups, s["z"]), places[0], places[1]] += 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["volume_fprop", "volume_dgrad"])
+def test_the_tiles_of_an_image_cover_it_once(name: str, seed: int) -> None:
+    family, rng = FAMILIES[name], random.Random(f"{name} {seed}")
+    problem = random_legal_volume(rng, family, H100)
+    rows = legal_rows(family, problem)
+    for row in rng.sample(rows, min(6, len(rows))):
+        (step,) = family.launch(problem, row).steps
+        assert (covered(problem, step) == 1).all(), (problem, config_dict(family, row))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tiles_of_a_filters_gradient_cover_the_images_once(seed: int) -> None:
+    family, rng = FAMILIES["volume_wgrad"], random.Random(seed)
+    problem = p = random_legal_volume(rng, family, H100)
+    rows = legal_rows(family, problem)
+    for row in rng.sample(rows, min(6, len(rows))):
+        step = family.launch(problem, row).steps[0]
+        s, macros = step.scalars, dict(step.kernel.defines)
+        groups = 1 if not macros["PLANE_EACH"] else p.t
+        assert step.grid[0] == s["c_tiles"] * s["splits"]
+        assert s["lanes_c"] * groups * s["tiles_at_once"] <= step.block[0]
+        assert s["c_tiles"] * s["lanes_c"] * macros["VEC"] >= p.k
+        found = np.zeros((p.n, p.z, p.p, p.q), np.int64)
+        for split, lane in product(range(s["splits"]), range(s["tiles_at_once"])):
+            first = split * s["tiles_at_once"] + lane
+            for tile in range(first, s["tiles"], s["splits"] * s["tiles_at_once"]):
+                rest, q = divmod(tile, s["q_tiles"])
+                rest, down = divmod(rest, s["p_tiles"])
+                image, band = divmod(rest, s["bands"])
+                starts = (band * s["band_planes"], down * macros["TILE_P"], q * macros["TILE_Q"])
+                sizes = (s["band_planes"], macros["TILE_P"], macros["TILE_Q"])
+                place = tuple(slice(a, a + b) for a, b in zip(starts, sizes, strict=True))
+                found[image][place] += 1
+        assert (found == 1).all(), (problem, config_dict(family, row))
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_the_axes_describe_the_convolution(direction: str) -> None:
+    """Input and output meet at the same taps in the kernel's equation as in the definition."""
+    rng = random.Random(direction)
+    for _ in range(40):
+        problem = random_legal_volume(rng, FAMILIES[f"volume_{direction}"], H100)
+        sizes = zip(problem.input_shape, problem.output_shape, problem.filter_shape, strict=True)
+        steps = zip(problem.stride, problem.padding, problem.dilation, strict=True)
+        for axis, (size, result, window), (stride, pad, dilation) in zip(
+            _axes(problem), sizes, steps, strict=True
+        ):
+            x, o, tap = np.ogrid[:size, :result, :window]
+            right = x == o * stride - pad + tap * dilation
+            if direction == "dgrad":  # from output to input, the window turned
+                right = right.transpose(1, 0, 2)[:, :, ::-1]
+            i, o, tap = np.ogrid[: axis.size_in, : axis.size_out, : axis.window]
+            meet = axis.up * (i + axis.origin) == axis.down * (o + axis.shift) + axis.dilation * tap
+            assert (meet == right).all()
+            assert 0 <= axis.shift < axis.up or axis.shift == 0
+
+
+@every_family
+def test_features_and_estimates_are_finite_and_no_promise(family: Family) -> None:
+    rng = random.Random(family.name)
+    matrices = []
+    for device in KNOWN.values():
+        problem = random_legal_volume(rng, family, device)
+        problem = replace(problem, n=rng.choice((1, 16)), direction=problem.direction)
+        rows = np.flatnonzero(family.legal(problem, device))
+        matrix = family.features(problem, device, rows)
+        assert matrix.shape == (len(rows), len(family.feature_names))
+        assert matrix.dtype == np.float32
+        assert np.isfinite(matrix).all()
+        assert (family.estimate_s(problem, device, rows) >= device.roofline_s(problem)).all()
+        some = rng.sample(range(len(rows)), min(5, len(rows)))
+        assert np.array_equal(family.features(problem, device, rows[some]), matrix[some])
+        matrices.append(matrix)
+    spans = np.ptp(np.concatenate(matrices), axis=0)
+    constant = {n for n, span in zip(family.feature_names, spans, strict=True) if not span}
+    allowed = {"direction", "rank", "channels_first", "group_width", "activation", "residual"}
+    assert constant <= allowed | {"deterministic"}
+
+
+@every_family
+def test_one_kernel_serves_every_size(family: Family) -> None:
+    """Sizes, padding and batch are launch arguments; so are bands, splits, lanes and threads."""
+    rng = random.Random(family.name)
+    problem = parsed(family, "n=4 h=28 w=28 c=48 k=48 groups=48")
+    other = replace(problem, n=7, c=96, k=96, groups=96, d=10, h=40, w=52, padding=(3, 3, 3))
+    rows = sorted(set(legal_rows(family, problem)) & set(legal_rows(family, other)))
+    for row in rng.sample(rows, 20):
+        kernel = family.launch(problem, row).steps[0].kernel
+        assert family.launch(other, row).steps[0].kernel == kernel
+
+
+@pytest.mark.slow(reason="eight compiles a family and target")
+@pytest.mark.parametrize("arch", ARCHS)
+@every_family
+def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
+    rng = random.Random(f"{family.name} {arch}")
+    kernels = {}
+    while len(kernels) < 8:
+        problem = random_legal_volume(rng, family, H100)
+        kernels[family.launch(problem, rng.choice(legal_rows(family, problem))).kernels[0]] = None
+    for kernel in kernels:
+        registers, stack = resources(kernel, arch)
+        assert 8 <= registers <= int(dict(kernel.defines)["MAX_REGISTERS"])
+        assert stack <= MOST_STACK_BYTES or arch != H100.arch, kernel
