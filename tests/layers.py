@@ -21,12 +21,10 @@ H100 = get_device("h100")
 #: The kernel families of convolution and of batch norm, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
 NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
-#: Those of depthwise convolution of volumes.
-VOLUMES = {
-    name: family
-    for name, family in kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1)).items()
-    if name.startswith("volume")
-}
+#: Those of depthwise convolution of lines and of volumes.
+OTHER_RANKS = kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1))
+VOLUMES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("volume")}
+LINES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("line")}
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -226,12 +224,31 @@ def random_volume(rng: random.Random, direction: str) -> ConvNd:
     )  # fmt: skip
 
 
-def random_legal_volume(
+def random_line(rng: random.Random, direction: str) -> ConvNd:
+    """Return a small layer: rows of any length, causal or not, strided, dilated, up to 64 taps."""
+    channels, taps = rng.randint(1, 5), rng.choice((1, 2, 3, 4, 5, 7, 11, 31, 64))
+    dilation, padding = rng.choice((1, 1, 2, 3, 8)), rng.randint(0, 2 * taps)
+    stride, cut = rng.choice((1, 1, 2, 4)), rng.choice((0, 0, 1, 3))
+    least = max(dilation * (taps - 1) + 1 - 2 * padding, 1) + cut * stride
+    finishes = direction != "wgrad"
+    return ConvNd(
+        rank=1, n=rng.randint(1, 3), c=channels, groups=channels,
+        k=channels * (1 if direction == "dgrad" else rng.choice((1, 1, 2, 3))),
+        w=-(-least // 8) * 8 + rng.choice((0, 8, 16, 32, 40, 50, 64, 1)), s=taps, stride=stride,
+        padding=padding, dilation=dilation, cut=cut, layout="channels_first",
+        dtype=rng.choice(DTYPES), direction=direction, bias=rng.random() < 0.5,
+        activation=rng.choice(ACTIVATIONS) if finishes else "none",
+        residual=finishes and rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def random_legal_conv(
     rng: random.Random, family: Family, device: Device, most_flops: int = 2**21
 ) -> ConvNd:
-    """Return a `random_volume` that `family` has configs for."""
+    """Return a `random_line` or `random_volume` that `family` has configs for."""
+    drawn = random_line if family.name in LINES else random_volume
     direction = family.name.rpartition("_")[2]
     while True:
-        problem = random_volume(rng, direction)
+        problem = drawn(rng, direction)
         if problem.flops <= most_flops and family.legal(problem, device).any():
             return problem

@@ -16,7 +16,7 @@ import numpy as np
 from cuda.bindings import driver as cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from layers import NORMS, VOLUMES, random_legal_layer, random_legal_volume, random_norm
+from layers import NORMS, OTHER_RANKS, random_legal_conv, random_legal_layer, random_norm
 
 from confpred.cuda import driver
 from confpred.families.protocol import Family
@@ -69,8 +69,8 @@ def main() -> None:
     for index in range(LAYERS):
         if family.name in NORMS:
             problem = random_norm(rng, family)
-        elif family.name in VOLUMES:
-            problem = random_legal_volume(rng, family, device)
+        elif family.name in OTHER_RANKS:
+            problem = random_legal_conv(rng, family, device)
         else:
             problem = random_legal_layer(rng, family, device)
             problem = replace(problem, n=min(problem.n, 2))

@@ -16,7 +16,7 @@ from dataclasses import replace
 import layer_norm
 import numpy as np
 import pytest
-from layers import CONVOLUTIONS, H100, VOLUMES, random_legal_layer, random_legal_volume
+from layers import CONVOLUTIONS, H100, OTHER_RANKS, random_legal_conv, random_legal_layer
 from ptx.launch import ptx_of
 from ptx.text import PtxError
 
@@ -26,7 +26,7 @@ from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, Problem
 from confpred.problem.operation import REFERENCE, KernelSpec, Operation, Step
 from confpred.problem.record import Record
 
-FAMILIES = {**CONVOLUTIONS, **VOLUMES}
+FAMILIES = {**CONVOLUTIONS, **OTHER_RANKS}
 LAYERS = 12  # of each family
 
 #: Kernels name an operand by its role: those that compute an image make the gradient of the input
@@ -41,6 +41,8 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "depthwise_wgrad": _SUMS,
     "depthwise_banded_wgrad": _SUMS,
     "depthwise_wgrad_sum": _SUMS,
+    "line": _IMAGE,
+    "line_wgrad": _SUMS,
     "volume": _IMAGE,
     "volume_wgrad": _SUMS,
     "grouped_wgrad_sum": {"scratch": "sums"},
@@ -112,7 +114,7 @@ def breaches(step: Step, text: str) -> list[str]:
 
 def random_problem(rng: random.Random, family: Family) -> Record:
     """Return a random problem that `family` has configs for."""
-    drawn = random_legal_volume if family.name in VOLUMES else random_legal_layer
+    drawn = random_legal_conv if family.name in OTHER_RANKS else random_legal_layer
     return drawn(rng, family, H100)
 
 
@@ -170,6 +172,8 @@ def test_every_kernel_is_here() -> None:
         "layer_norm.cu",
         "reference.cu",
         "reference_dense.cu",
+        "line.cu",
+        "line_wgrad.cu",
         "volume.cu",
         "volume_wgrad.cu",
     }

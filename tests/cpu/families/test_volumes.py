@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from layers import H100, random_legal_volume
+from layers import H100, random_legal_conv
 from layers import VOLUMES as FAMILIES
 from ptxas import ARCHS, resources
 
@@ -154,7 +154,7 @@ def covered(problem: ConvNd, step: Step) -> np.ndarray:
 @pytest.mark.parametrize("name", ["volume_fprop", "volume_dgrad"])
 def test_the_tiles_of_an_image_cover_it_once(name: str, seed: int) -> None:
     family, rng = FAMILIES[name], random.Random(f"{name} {seed}")
-    problem = random_legal_volume(rng, family, H100)
+    problem = random_legal_conv(rng, family, H100)
     rows = legal_rows(family, problem)
     for row in rng.sample(rows, min(6, len(rows))):
         (step,) = family.launch(problem, row).steps
@@ -164,7 +164,7 @@ def test_the_tiles_of_an_image_cover_it_once(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tiles_of_a_filters_gradient_cover_the_images_once(seed: int) -> None:
     family, rng = FAMILIES["volume_wgrad"], random.Random(seed)
-    problem = p = random_legal_volume(rng, family, H100)
+    problem = p = random_legal_conv(rng, family, H100)
     rows = legal_rows(family, problem)
     for row in rng.sample(rows, min(6, len(rows))):
         step = family.launch(problem, row).steps[0]
@@ -192,7 +192,7 @@ def test_the_axes_describe_the_convolution(direction: str) -> None:
     """Input and output meet at the same taps in the kernel's equation as in the definition."""
     rng = random.Random(direction)
     for _ in range(40):
-        problem = random_legal_volume(rng, FAMILIES[f"volume_{direction}"], H100)
+        problem = random_legal_conv(rng, FAMILIES[f"volume_{direction}"], H100)
         sizes = zip(problem.input_shape, problem.output_shape, problem.filter_shape, strict=True)
         steps = zip(problem.stride, problem.padding, problem.dilation, strict=True)
         for axis, (size, result, window), (stride, pad, dilation) in zip(
@@ -213,7 +213,7 @@ def test_features_and_estimates_are_finite_and_no_promise(family: Family) -> Non
     rng = random.Random(family.name)
     matrices = []
     for device in KNOWN.values():
-        problem = random_legal_volume(rng, family, device)
+        problem = random_legal_conv(rng, family, device)
         problem = replace(problem, n=rng.choice((1, 16)), direction=problem.direction)
         rows = np.flatnonzero(family.legal(problem, device))
         matrix = family.features(problem, device, rows)
@@ -249,7 +249,7 @@ def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
     rng = random.Random(f"{family.name} {arch}")
     kernels = {}
     while len(kernels) < 8:
-        problem = random_legal_volume(rng, family, H100)
+        problem = random_legal_conv(rng, family, H100)
         kernels[family.launch(problem, rng.choice(legal_rows(family, problem))).kernels[0]] = None
     for kernel in kernels:
         registers, stack = resources(kernel, arch)
