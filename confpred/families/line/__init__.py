@@ -95,4 +95,4 @@ def window_macros(problem: ConvNd, t: Any) -> tuple[tuple[str, int], ...]:
         S=problem.s, UP=up, DOWN=down, DILATION=spread(problem), PHASE=int(t["phase"]),
         TILE=int(t["tile"]), IN_VEC=int(t["in_vec"]), OUT_VEC=int(t["out_vec"]),
     )  # fmt: skip
-    return found  # type: ignore[no-any-return]
+    return found

@@ -59,7 +59,7 @@ def test_the_documented_commands_work(server: Server) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     each = re.compile(r"^curl .*?(?=^curl|\Z)", re.MULTILINE | re.DOTALL)
     calls = [call for block in blocks for call in each.findall(block)]
-    assert len(calls) == 10
+    assert len(calls) == 11
     form = (
         r"""curl (-X POST )?"?http://127.0.0.1:8000([^\s"]+)"?( -H "[^"]+")?( --json '(.*)')?\s*"""
     )
