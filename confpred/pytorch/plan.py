@@ -103,7 +103,7 @@ def prepare(
         get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
     )
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
-    problems = [site.problem for site in recorder.sites if site.problem is not None]
+    problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, known))

@@ -218,7 +218,8 @@ def _spell_out(norm: Any) -> None:
     with graph.inserting_before(first):
         y = graph.call_function(convert, (norm.args[0], torch.float32))
         for target, vector in zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True):
-            column = graph.call_function(aten.reshape.default, (vector, [1, -1, 1, 1]))
+            sides = [1] * (val_of(first).dim() - 2)
+            column = graph.call_function(aten.reshape.default, (vector, [1, -1, *sides]))
             y = graph.call_function(target, (y, column))
     put_in_place(first, convert, (y, val_of(first).dtype))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -17,11 +17,13 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
+from confpred.problem.conv import MAX_RANK, ConvNd
+from confpred.problem.conv2d import Problem
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call, Geometry, problem_of
-from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
+from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last, layout_of
 
 CONVOLUTION = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -125,10 +127,12 @@ def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
     elif None in sizes:
         site.why = "a size that depends on values"
     else:
-        problem = problem_of(direction, sizes, filter_sizes, image.dtype, geometry, **fields)
+        layout = layout_of(image)
+        layer = (direction, sizes, filter_sizes, image.dtype, geometry, layout)
+        problem = problem_of(*layer, **fields)
         if problem is None:
             site.why = "no convolution that confpred describes"
-        elif is_channels_last(image):
+        elif image.dim() != 4 or is_channels_last(image):
             site.problem = problem
         else:
             either = image.is_contiguous(memory_format=CHANNELS_LAST)
@@ -144,11 +148,11 @@ def arguments_of(node: fx.Node) -> tuple[Any, ...]:
 
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
-    them is of an open size, or they are not those of an image."""
-    _, _, _, *pairs, _, _, groups = arguments_of(node)[:9]
-    stride, padding, dilation = pairs = [tuple(v) for v in pairs]
-    numbers = [*stride, *padding, *dilation, groups]
-    if any(len(pair) != 2 for pair in pairs) or not all(type(n) is int for n in numbers):
+    them is of an open size, or has not a number for each spatial dimension."""
+    _, filters, _, *axes, _, _, groups = arguments_of(node)[:9]
+    stride, padding, dilation = axes = [tuple(v) for v in axes]
+    numbers, rank = [*stride, *padding, *dilation, groups], val_of(filters).dim() - 2
+    if any(len(axis) != rank for axis in axes) or not all(type(n) is int for n in numbers):
         return None
     return stride, padding, dilation, groups
 
@@ -160,8 +164,14 @@ def sizes_of(image: Tensor) -> list[Any]:
 
 
 def is_image(node: Any) -> bool:
+    """Return whether `node` is a batch of lines, images or volumes with channels."""
     val = val_of(node) if isinstance(node, fx.Node) else None
-    return isinstance(val, Tensor) and val.dim() == 4
+    return isinstance(val, Tensor) and 3 <= val.dim() <= 2 + MAX_RANK
+
+
+def is_convolution(problem: Record | None) -> TypeGuard[Problem | ConvNd]:
+    """Return whether `problem` is of a convolution."""
+    return isinstance(problem, (Problem, ConvNd))
 
 
 def name_of(node: fx.Node) -> str:

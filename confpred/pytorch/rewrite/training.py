@@ -20,7 +20,6 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
@@ -79,14 +78,15 @@ def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
     """Let a sum of its own compute the gradient of the bias, where no kernel does on its way: the
     operator's would be PyTorch's, which is several times as slow as Inductor's."""
     mask: Any = node.args[10]
-    summing = [s for s in own if isinstance(s.problem, Problem) and s.problem.bias]
+    summing = [s for s in own if sites.is_convolution(s.problem) and s.problem.bias]
     if not mask[2] or any(site.is_ours for site in summing):
         return
     node.args = (*node.args[:10], [*mask[:2], False])
     for site in summing:
         site.problem = replace(site.problem, bias=False)  # type: ignore[type-var]
     for item in [item for item in node.users if item.args[1] == 2]:
-        put_in_place(item, aten.sum.dim_IntList, (node.args[0], [0, 2, 3]))
+        axes = [0, *range(2, val_of(node.args[0]).dim())]
+        put_in_place(item, aten.sum.dim_IntList, (node.args[0], axes))
 
 
 def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
@@ -127,7 +127,9 @@ def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:
     ):  # fmt: skip
         return None
     images = val_of(x), val_of(items[0])  # that kernels read and write
-    if images[0].dtype not in DTYPES or not all(map(is_channels_last, images)):
+    if images[0].dtype not in DTYPES or images[0].dim() != 4:
+        return None
+    if not all(map(is_channels_last, images)):
         return None
     plain = following.Chain((norm, items[0]), norm)
     whole = following.follow(plain, (_sum_after, partial(_activation_after, backward)), claimed)
