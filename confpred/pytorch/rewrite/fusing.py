@@ -22,6 +22,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite.costs import LAUNCH_MS
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
@@ -29,7 +30,6 @@ from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
-_LAUNCH_MS = 1e-3  # of a pass, in a CUDA graph
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
@@ -57,7 +57,9 @@ def fuse(
     for chain in chains:
         site = _site(chain, values)
         put = partial(_replace, chain, site, wishes, device is None)
-        matches.append(sites.Match([site], put))
+        x: Any = chain.nodes[0].args[0]
+        ends = ([x], [chain.last]) if site.by_layout else ()
+        matches.append(sites.Match([site], put, *ends))
     found = sites.choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return found
@@ -109,7 +111,7 @@ def _shortened(
         p, follows = asked[chain][0], 0.0
         tensors = int(p.residual)
         if not _is_read_on_its_way(chain.last, taken):
-            tensors, follows = tensors + 2, _LAUNCH_MS
+            tensors, follows = tensors + 2, LAUNCH_MS
         follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
         by_pytorch = bare.pytorch_ms if library.fuses(p) else math.inf
         # Inductor adds the bias of PyTorch's convolution, as part of the pass.

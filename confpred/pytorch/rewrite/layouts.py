@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
 from confpred.pytorch.run.loading import (
     CHANNELS_LAST,
@@ -103,7 +104,7 @@ def keep_strides(graph: fx.Graph) -> None:
     if not any(map(_is_of_another_rank, graph.nodes)):
         return
     vals: dict[fx.Node, Any] = {}
-    made: dict[tuple[fx.Node, bool], fx.Node] = {}
+    made: dict[Any, fx.Node] = {}
     mode = _mode_of(graph)
     for node in list(graph.nodes):
         vals[node] = val_of(node)
@@ -115,6 +116,8 @@ def keep_strides(graph: fx.Graph) -> None:
                     made[key] = _copied(source, vals[source], val_of(source), node)
                 node.replace_input_with(source, made[key])
         elif moved or _is_of_another_rank(node):
+            if _is_of_another_rank(node):
+                _copy_inputs(node, vals, made)
             given, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
             run: Any = node.target
             with mode:
@@ -122,6 +125,24 @@ def keep_strides(graph: fx.Graph) -> None:
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
+
+
+def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Node]) -> None:
+    """Let a convolution of lines or volumes read them in the layout that it was chosen for."""
+    call: Any = node.args[-1]
+    problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
+    layout = getattr(problems[0], "layout", "channels_last")
+    for source in node.all_input_nodes[: _OURS.index(node.target) + 1]:
+        val = vals[source]
+        if layout_of(val) == layout:
+            continue
+        if (source, layout) not in made:
+            with val.fake_mode:
+                like = dense(torch.empty_like(val), layout)
+            made[source, layout] = _copied(source, val, like, node)
+        copy = made[source, layout]
+        node.replace_input_with(source, copy)
+        vals[copy] = val_of(copy)
 
 
 def _is_of_another_rank(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
-from confpred.problem.conv import MAX_RANK, ConvNd
+from confpred.problem.conv import LAYOUTS, MAX_RANK, ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.record import Record
+from confpred.pytorch.rewrite.costs import Layouts
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call, Geometry, problem_of
@@ -41,6 +42,7 @@ class Site:
         why: why no kernel is, in words; None where there is a problem.
         choice: what was chosen; None where nothing is known.
         fused: operators that became one with it, such as ``("norm", "relu")``.
+        by_layout: of a line or volume, its problem in each layout.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Site:
     why: str | None = None
     choice: Choice | None = None
     fused: tuple[str, ...] = ()
+    by_layout: dict[str, Record] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
@@ -69,10 +72,14 @@ class Match(NamedTuple):
     Attributes:
         sites: what is chosen for.
         replace: puts the operators in the place of the nodes, where the choices say so.
+        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
+            last, and computed; none of images.
     """
 
     sites: list[Site]
     replace: Callable[[], None]
+    reads: Sequence[fx.Node] = ()
+    writes: Sequence[fx.Node] = ()
 
 
 def choose_and_replace(
@@ -81,10 +88,13 @@ def choose_and_replace(
     """Choose for all `matches` of `graph` in one call, replace them in place, and return their
     sites."""
     sites = [site for match in matches for site in match.sites]
-    asked = [(site, site.problem) for site in sites if site.problem is not None]
-    choices = choose([problem for _, problem in asked]) if asked else ()
-    for (site, _), choice in zip(asked, choices, strict=True):
-        site.choice = choice
+    asked = [p for s in sites if s.problem for p in s.by_layout.values() or (s.problem,)]
+    choices = dict(zip(asked, choose(asked) if asked else (), strict=True))
+    for site in sites:
+        site.choice = None if site.problem is None else choices[site.problem]
+    layouts = Layouts()
+    for match in matches:
+        layouts.settle(match, choices)
     for match in matches:
         match.replace()
     graph.eliminate_dead_code()
@@ -127,12 +137,15 @@ def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
     elif None in sizes:
         site.why = "a size that depends on values"
     else:
-        layout = layout_of(image)
-        layer = (direction, sizes, filter_sizes, image.dtype, geometry, layout)
-        problem = problem_of(*layer, **fields)
+        layer = (direction, sizes, filter_sizes, image.dtype, geometry)
+        problem = problem_of(*layer, layout_of(image), **fields)
         if problem is None:
             site.why = "no convolution that confpred describes"
-        elif image.dim() != 4 or is_channels_last(image):
+        elif image.dim() != 4:
+            each = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
+            site.problem = problem
+            site.by_layout = {layout: p for layout, p in each.items() if p is not None}
+        elif is_channels_last(image):
             site.problem = problem
         else:
             either = image.is_contiguous(memory_format=CHANNELS_LAST)

@@ -55,7 +55,12 @@ def serve_convolutions(
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
         put = partial(_replace_convolution, node, own, wishes, compiled)
-        matches.append(sites.Match(own, put))
+        ends: Any = ()
+        if any(site.by_layout for site in own):
+            ends = ([image], [node])
+            if node.target is sites.CONVOLUTION_BACKWARD:
+                ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
+        matches.append(sites.Match(own, put, *ends))
     return sites.choose_and_replace(graph, matches, choose)
 
 
