@@ -243,18 +243,25 @@ def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
     graph = source.graph
     for layout in (torch.contiguous_format, *[f for rank, f in LAST_FORMATS.items() if rank == val.dim()]):
         if like.is_contiguous(memory_format=layout):
-            with graph.inserting_after(_last_of_inputs(source)):
+            with _behind(source, reader):
                 return _copy(graph, source, val, layout, reader)
     steps = [s if isinstance(s, int) else s.node.hint for s in like.stride()]
     order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
-    permuted = _permuted(source, val, order)
-    with graph.inserting_after(permuted):
+    permuted = _permuted(source, val, order, reader)
+    with _behind(permuted, reader):
         copy = _copy(graph, permuted, val_of(permuted), torch.contiguous_format, reader)
-    return _permuted(copy, val_of(copy), [order.index(axis) for axis in range(val.dim())])
+    return _permuted(copy, val_of(copy), [order.index(axis) for axis in range(val.dim())], reader)
 
 
-def _permuted(node: fx.Node, val: Any, order: Sequence[int]) -> fx.Node:
-    with node.graph.inserting_after(_last_of_inputs(node)):
+def _behind(source: fx.Node, reader: fx.Node) -> Any:
+    """Return a context that places nodes behind `source`; a tangent's are of the backward pass."""
+    if source.op == "placeholder" and "tangents" in str(source.target):
+        return source.graph.inserting_before(reader)
+    return source.graph.inserting_after(_last_of_inputs(source))
+
+
+def _permuted(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:
+    with _behind(node, reader):
         new = node.graph.call_function(aten.permute.default, (node, list(order)))
     with val.fake_mode:
         new.meta = node.meta | {"val": val.permute(order)}
