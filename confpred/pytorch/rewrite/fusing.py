@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
-from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite import causal, following, sites
 from confpred.pytorch.rewrite.costs import LAUNCH_MS
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
@@ -48,6 +48,7 @@ def fuse(
         inputs: of the graph, or none where their values are not known.
         device: that Inductor compiles the rest for; None where it does not.
     """
+    found = causal.serve(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
     chains = _chains(graph)
@@ -60,7 +61,7 @@ def fuse(
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
         matches.append(sites.Match([site], put, *ends))
-    found = sites.choose_and_replace(graph, matches, choose)
+    found += sites.choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return found
 

@@ -66,6 +66,43 @@ class Site:
         return choosing.why_pytorch(self.choice) or ""
 
 
+class Causal(NamedTuple):
+    """A causal convolution of lines, or its backward (`confpred.pytorch.rewrite.causal`).
+
+    Attributes:
+        node: the convolution, or its backward.
+        padding: of the problem, on both sides.
+        cut: as of `ConvNd`.
+        pad: what pads the input of the layer on the left; None where the result is cut.
+        last: the node of the layer's result, of a forward pass.
+        unpadded: nodes of the gradient of `x`, of a backward pass.
+    """
+
+    node: fx.Node
+    padding: int
+    cut: int
+    pad: fx.Node | None
+    last: fx.Node
+    unpadded: tuple[fx.Node, ...] = ()
+
+    @property
+    def x(self) -> fx.Node:
+        """The input of the layer, without a padding; another one once its own chain is replaced."""
+        x: Any = arguments_of(self.node)[0] if self.pad is None else self.pad.args[0]
+        return x
+
+    @property
+    def grad(self) -> fx.Node:
+        """The gradient of the layer's result, of a backward pass."""
+        grad: Any = self.node.args[0]
+        return grad if self.pad is not None else grad.args[0]  # of the slice's gradient
+
+    def geometry(self) -> Geometry | None:
+        """Return what `geometry_of` returns, of the problem."""
+        found = geometry_of(self.node)
+        return found and (found[0], (self.padding,), *found[2:])
+
+
 class Match(NamedTuple):
     """Nodes of a graph that one operator a direction may compute.
 
@@ -102,15 +139,19 @@ def choose_and_replace(
     return sites
 
 
-def call_of(node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, **fields: Any) -> str:
+def call_of(
+    node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
+    **fields: Any,
+) -> str:  # fmt: skip
     """Return the arguments that are no tensors of the operator in the place of a convolution, or of
     its backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
-    geometry: Any = geometry_of(node)
+    geometry: Any = geometry_of(node) if causal is None else causal.geometry()
+    fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
     if node.target is CONVOLUTION:
-        return Call(geometry, hints=(hints["fprop"], None), wishes=wishes, **fields).text()
+        return Call(geometry, hints=(hints["fprop"], None), **fields).text()
     both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
-    return Call(geometry, hints=both, wishes=wishes, mask=mask).text()
+    return Call(geometry, hints=both, mask=mask, **fields).text()
 
 
 def _hint(site: Site) -> Assignment | None:
@@ -121,12 +162,17 @@ def _hint(site: Site) -> Assignment | None:
     return Assignment(site.problem, candidate)
 
 
-def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
+def site_of(
+    node: fx.Node, direction: str, causal: Causal | None = None, **fields: Any
+) -> Site:
     """Return the site of a convolution, or of a direction of its backward, with its problem or why
     there is none; `fields` are further ones of the problem."""
     arguments = arguments_of(node)
     image, filters = map(val_of, arguments[:2])
     site, geometry = Site(name_of(node), direction), geometry_of(node)
+    if causal is not None:
+        image, geometry = val_of(causal.x), causal.geometry()
+        fields["cut"] = causal.cut
     sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
     if arguments[6]:
         site.why = "transposed"
@@ -141,6 +187,8 @@ def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
         problem = problem_of(*layer, layout_of(image), **fields)
         if problem is None:
             site.why = "no convolution that confpred describes"
+        elif causal is not None:
+            site.problem = problem
         elif image.dim() != 4:
             each = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
             site.problem = problem

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
-from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite import causal, following, sites
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -39,6 +39,7 @@ def serve_convolutions(
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
     Inductor computes the rest."""
+    found = causal.serve(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -61,7 +62,7 @@ def serve_convolutions(
             if node.target is sites.CONVOLUTION_BACKWARD:
                 ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
         matches.append(sites.Match(own, put, *ends))
-    return sites.choose_and_replace(graph, matches, choose)
+    return found + sites.choose_and_replace(graph, matches, choose)
 
 
 def _replace_convolution(
