@@ -99,7 +99,7 @@ class Row:
             groups = "depthwise " if groups and p.group_width == 1 else groups
             window = p.filter_shape[-p.rank :] if isinstance(p, ConvNd) else (p.r, p.s)
             steps = p.stride[-len(window) :]
-            stride = f"/{steps[0]}" if max(steps) > 1 else ""
+            stride = f"/{max(steps)}" if max(steps) > 1 else ""
             computed = [f"{p.direction} {groups}{'x'.join(map(str, window))}{stride} -> {p.k}"]
         about = "~" * self.is_estimate
         both = (self.expected_ms, self.pytorch_ms)

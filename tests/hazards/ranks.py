@@ -101,7 +101,7 @@ def geometries_of_lines(run: Run) -> Any:
     return [infer(run, model, lines(run, 64)) for model in models]
 
 
-@hazard(layers=12)
+@hazard(layers=16)
 def lines_in_training(run: Run) -> Any:
     model = run.optimize(run.network(Lines, train=True))
     x = lines(run, dtype=torch.float32)
@@ -160,7 +160,7 @@ def nearly_causal_lines(run: Run) -> Any:
     return found
 
 
-@hazard(layers=4)
+@hazard(layers=8)
 def lengths_that_change(run: Run) -> Any:
     model, causal = run.optimize(run.network(Lines)), run.optimize(run.network(Causal))
     found = [infer(run, model, lines(run, length)) for length in (40, 41, 57, 20)]
@@ -174,7 +174,7 @@ class Alone(Lines):
         return self.last(F.relu(self.depthwise(x)))
 
 
-@hazard(layers=2)
+@hazard(layers=4)
 def no_batch_and_no_length(run: Run) -> Any:
     """Unbatched lines, batches of none, and lines that are too short, as in eager mode."""
     model = run.optimize(run.network(Alone))
@@ -207,7 +207,7 @@ def volumes_of_both_layouts(run: Run) -> Any:
     return infer(run, model, volumes(run), volumes(run).contiguous())
 
 
-@hazard(layers=10)
+@hazard(layers=20)
 def volumes_in_training(run: Run) -> Any:
     last = run.optimize(run.network(Volumes, train=True, layout=LAST_3D))
     first = run.optimize(run.network(Volumes, train=True, layout=None))
@@ -231,7 +231,7 @@ class Mixed(nn.Module):
         return self.line(y.mean((2, 3)).unflatten(0, (x.shape[0], -1)).mT)
 
 
-@hazard(layers=3)
+@hazard(layers=6)
 def ranks_in_one_network(run: Run) -> Any:
     model = run.optimize(run.network(Mixed, layout=None))
     return infer(run, model, volumes(run), volumes(run).contiguous())
@@ -277,14 +277,14 @@ class Transposed(nn.Module):
         return self.image(self.volume(z[:, :, None]).flatten(2, 3))
 
 
-@hazard(kernels=False)
+@hazard(layers=12)
 def transposed_layers(run: Run) -> Any:
     model, trained = run.optimize(run.network(Transposed, layout=None)), run.network(Transposed, layout=None, train=True)
     x = lines(run, dtype=torch.float32)
     return infer(run, model, lines(run)), train(run, run.optimize(trained), x)
 
 
-@hazard(layers=4)
+@hazard(layers=8)
 def lines_and_autocast(run: Run) -> Any:
     model, found = run.optimize(run.network(Lines).float()), []
     for dtype in (None, torch.bfloat16, None):

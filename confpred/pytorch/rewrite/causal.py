@@ -32,11 +32,13 @@ def serve(
     """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
     says whether what follows a layer becomes a part of it, as in inference."""
     matches: list[sites.Match] = []
-    for node in graph.nodes:
+    claimed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
             found = padded(node) or cut(node)
             if found is not None:
-                matches.append(_match(found, wishes, fuses))
+                matches.append(_match(found, wishes, fuses, claimed))
+    matches.reverse()
     if matches:
         sites.choose_and_replace(graph, matches, choose)
     served = [match.sites for match in matches if any(site.is_ours for site in match.sites)]
@@ -119,14 +121,17 @@ def _constant(number: Any) -> int | None:
     return found or None
 
 
-def _match(found: Causal, wishes: choosing.Wishes, fuses: bool) -> sites.Match:
+def _match(
+    found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]
+) -> sites.Match:
     node = found.node
     fields: dict[str, Any] = {"causal": found}
     if node.target is sites.CONVOLUTION:
         nodes = (node,) if found.last is node else (node, found.last)
         chain = following.Chain(nodes)
         if fuses:
-            chain = following.follow(chain, _PATTERNS, ())
+            chain = following.follow(chain, _PATTERNS, claimed)
+            claimed.update(chain.nodes)
         bias, residual = node.args[2] is not None, chain.sum is not None
         named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
         site = sites.site_of(node, "fprop", **fields, **named)

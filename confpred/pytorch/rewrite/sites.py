@@ -23,7 +23,7 @@ from confpred.problem.record import Record
 from confpred.pytorch.rewrite.costs import Layouts
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.convolve import Call, Geometry, problem_of
+from confpred.pytorch.run.convolve import TURNED, Call, Geometry, problem_of
 from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last, layout_of
 
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -148,6 +148,8 @@ def call_of(
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()
     fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
+    if arguments_of(node)[6]:
+        fields["output_padding"] = tuple(arguments_of(node)[7])
     if node.target is CONVOLUTION:
         return Call(geometry, hints=(hints["fprop"], None), **fields).text()
     both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
@@ -174,9 +176,13 @@ def site_of(
         image, geometry = val_of(causal.x), causal.geometry()
         fields["cut"] = causal.cut
     sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
-    if arguments[6]:
-        site.why = "transposed"
-    elif geometry is None or len(filter_sizes) != filters.dim():
+    if arguments[6]:  # its result is the gradient of an image
+        sizes = sizes_of(val_of(node if node.target is CONVOLUTION else node.args[0]))
+        direction = TURNED[direction]
+        fields |= {"bias": False} if direction == "wgrad" else {}
+        if not all(type(n) is int for n in arguments[7]):
+            geometry = None
+    if geometry is None or len(filter_sizes) != filters.dim():
         site.why = "a filter or geometry of an open size"
     elif image.dtype not in DTYPES:
         site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"

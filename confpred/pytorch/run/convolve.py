@@ -42,6 +42,8 @@ Axes = tuple[int, ...]  # a number for each spatial dimension
 Geometry = tuple[Axes, Axes, Axes, int]  # stride, padding, dilation, groups
 Mask = tuple[bool, bool, bool]  # which gradients of x, weight and bias are asked for
 Grads = tuple["Tensor | None", ...]  # of x, weight and bias
+#: Directions of transposed layers' problems by directions of the network.
+TURNED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Call:
             of x and of weight; launched where the problem is the same.
         wishes: for choices made now.
         cut: how many places are left out at the end of the last axis; as of `ConvNd`.
+        output_padding: of a transposed convolution; none of others.
     """
 
     geometry: Geometry
@@ -63,29 +66,53 @@ class Call:
     hints: tuple[Assignment | None, ...] = (None, None)
     wishes: Wishes = ANY
     cut: int = 0
+    output_padding: Axes = ()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Arguments of ``aten::convolution`` behind its tensors."""
         stride, padding, dilation, groups = self.geometry
-        return stride, padding, dilation, False, (0,) * len(stride), groups
+        more = self.output_padding or (0,) * len(stride)
+        return stride, padding, dilation, bool(self.output_padding), more, groups
+
+    def biases(self, weight: Tensor) -> int:
+        """Return how many channels the result has: a transposed layer has its filters turned."""
+        return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
+
+    def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:
+        """Return the shape of the layer's image, as of `layer_of`: that of `x`, or of the result of
+        a transposed layer, which is the gradient of an image."""
+        if not self.output_padding:
+            return x.shape
+        sides = (x.shape[2:], weight.shape[2:], *self.geometry[:3], self.output_padding)
+        sizes = (
+            (size - 1) * stride - 2 * padding + dilation * (window - 1) + more + 1
+            for size, window, stride, padding, dilation, more in zip(*sides, strict=True)
+        )
+        return x.shape[0], self.biases(weight), *sizes
+
+    def direction(self, name: str) -> str:
+        """Return the direction of the problem for a direction of the network."""
+        return TURNED[name] if self.output_padding else name
 
     def text(self) -> str:
         """Return this call as one text; `read` is the way back."""
         hints = [hint and hint.to_json() for hint in self.hints]
         limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
-        more = [self.cut] * bool(self.cut)  # short, as most calls have none
-        return text_of([self.geometry, self.activation, self.mask, hints, limits, max_regret, *more])
+        rare: list[Any] = [self.cut, self.output_padding]
+        rare = rare if any(rare) else []  # short, as most have none
+        return text_of([self.geometry, self.activation, self.mask, hints, limits, max_regret, *rare])
 
     @staticmethod
     @lru_cache(MOST_READ)
     def read(text: str) -> Call:
         """Return the call whose `text` this is."""
-        (*axes, groups), activation, mask, hints, limits, max_regret, *cut = json.loads(text)
+        (*axes, groups), activation, mask, hints, limits, max_regret, *rare = json.loads(text)
+        cut, more = rare or (0, ())
         return Call(
             (*map(tuple, axes), groups), activation, tuple(mask),
             tuple(hint and Assignment.from_json(hint) for hint in hints),
-            Wishes(Limits(*limits), max_regret), *cut,
+            Wishes(Limits(*limits), max_regret), cut, tuple(more),
         )  # fmt: skip
 
 
@@ -107,7 +134,7 @@ def layer_of(
     for axes, values in (("dhw", sizes), ("trs", windows)):
         fields |= dict(zip(axes[-rank:], values, strict=True))
     try:
-        if rank == 2:
+        if rank == 2 and not (direction == "dgrad" and fields.get("bias")):
             return Problem(n, c, **fields)
         return ConvNd(n, c, rank=rank, layout=layout, **fields)
     except InvalidProblem:  # a size is out of range, or the output would be empty
@@ -166,7 +193,8 @@ def forward(
         given, layout = (x, weight, bias, residual), layout_of(x)
         return ready.run(*(None if t is None else dense(t, layout) for t in given))[0]
     _, padding, _, groups = call.geometry
-    if residual is None and library.takes_pixels(x, weight, padding, groups):
+    is_plain = residual is None and not call.output_padding
+    if is_plain and library.takes_pixels(x, weight, padding, groups):
         return library.of_pixels(x, weight, bias, call.activation)
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if call.cut or not x.is_cuda or (residual is None and call.activation == "none"):
@@ -185,7 +213,7 @@ def forward_launch(
     """Return the launch that `forward` takes; None for PyTorch's convolution."""
     if not alike(x, weight, bias, residual) or not _is_read(x):
         return None
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != (call.biases(weight),):
         return None  # PyTorch says what is wrong
     has_bias, has_residual = bias is not None, residual is not None
     fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
@@ -204,7 +232,8 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_x is not None:
             (grad_x,) = run_x.run(out_grad, dense(weight, layout))
         if run_weight is not None:
-            grad_weight, *more = run_weight.run(out_grad, dense(x, layout))
+            given = (out_grad, dense(x, layout))
+            grad_weight, *more = run_weight.run(*given[:: -1 if call.output_padding else 1])
             grad_bias = more[0] if more else None
     found = (grad_x, grad_weight, grad_bias)
     left = [wanted and grad is None for wanted, grad in zip(call.mask, found, strict=True)]
@@ -221,7 +250,7 @@ def backward_by_pytorch(
     out_grad: Tensor, x: Tensor, weight: Tensor, call: Call, mask: Sequence[bool]
 ) -> Grads:
     """Compute those gradients of a convolution that `mask` asks for by PyTorch's operator."""
-    sizes = [weight.shape[0]] if mask[2] else None
+    sizes = [call.biases(weight)] if mask[2] else None
     out_grad = F.pad(out_grad, (0, call.cut)) if call.cut else out_grad
     return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
         out_grad, x, weight, sizes, *call.arguments, list(mask)
@@ -237,7 +266,7 @@ def backward_launches(
         if call.mask[0]:
             run_x = _find("dgrad", x, weight, call, {})
         if call.mask[1]:
-            bias = call.mask[2] and sums_bias(call.geometry[3])
+            bias = call.mask[2] and not call.output_padding and sums_bias(call.geometry[3])
             fields = {"bias": bias, "deterministic": is_deterministic()}
             run_weight = _find("wgrad", x, weight, call, fields)
     return run_x, run_weight
@@ -257,17 +286,18 @@ def _find(
     `residual` that is broadcast."""
     dtype, ordinal, geometry, wishes = x.dtype, x.get_device(), call.geometry, call.wishes
     hint, layout = call.hints[direction == "wgrad"], layout_of(x)
+    direction = call.direction(direction)
     switches = (
         dtype is torch.float32 and not convolutions_allow_tf32(), torch.backends.cudnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     key = (
         direction, x.shape, weight.shape, dtype, ordinal, geometry, *fields.values(), *switches,
-        hint, wishes, layout, call.cut, residual,
+        hint, wishes, layout, call.cut, call.output_padding, residual,
     )  # fmt: skip
 
     def find() -> Ready | None:
-        sizes = (direction, x.shape, weight.shape, dtype, geometry, layout)
+        sizes = (direction, call.image(x, weight), weight.shape, dtype, geometry, layout)
         layer = layer_of(*sizes, **fields, **{"cut": call.cut} if call.cut else {})
         if layer is None or (residual is not None and residual != _result_shape(layer)):
             return None

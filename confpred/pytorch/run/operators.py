@@ -64,7 +64,8 @@ def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tu
         torch.empty_like(t, memory_format=CHANNELS_LAST) if t.dim() == 4
         else dense(torch.empty_like(t), layout_of(x)) for t in (x, weight)
     )  # fmt: skip
-    each = zip((*like, x.new_empty(weight.shape[0])), Call.read(call).mask, strict=True)
+    found = Call.read(call)
+    each = zip((*like, x.new_empty(found.biases(weight))), found.mask, strict=True)
     return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
 
 
