@@ -296,7 +296,7 @@ class ConvNd(Record):
             h, w, r, s, at = d, h * w, t, 1, (0, 2)
         else:
             return None
-        axes = {name: tuple(getattr(self, name)[i] for i in at) for name in _NEUTRAL}
+        axes: Any = {name: tuple(getattr(self, name)[i] for i in at) for name in _NEUTRAL}
         fields: Any = {
             name: getattr(self, name)
             for name in (

@@ -164,9 +164,9 @@ def _axes(name: str, value: int | Axes, rank: int) -> Axes:
     return tuple(value)
 
 
-def _laid_as_pytorch(t: Any, x: Tensor, weight: Tensor) -> Any:
+def _laid_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return a result for `x` with the strides of PyTorch's, whose lines are channels first."""
-    if t is None or t.dim() in (1, 4):
+    if t.dim() in (1, 4):
         return t
     is_last = t.dim() == 5 and (is_channels_last(x) or is_channels_last(weight))
     return dense(t, "channels_last" if is_last else "channels_first")
@@ -217,7 +217,8 @@ class Convolution(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(out_grad) or not torch._C._has_storage(out_grad):
             return (*convolve.backward_by_pytorch(out_grad, x, weight, call, call.mask), None)
         grads = convolve.backward(out_grad, x, weight, call)
-        return (*(_laid_as_pytorch(grad, x, weight) for grad in grads), None)
+        laid = (None if t is None else _laid_as_pytorch(t, x, weight) for t in grads)
+        return (*laid, None)
 
 
 def enable(

@@ -279,9 +279,10 @@ class Transposed(nn.Module):
 
 @hazard(layers=12)
 def transposed_layers(run: Run) -> Any:
-    model, trained = run.optimize(run.network(Transposed, layout=None)), run.network(Transposed, layout=None, train=True)
+    model = run.optimize(run.network(Transposed, layout=None))
+    trained = run.optimize(run.network(Transposed, layout=None, train=True))
     x = lines(run, dtype=torch.float32)
-    return infer(run, model, lines(run)), train(run, run.optimize(trained), x)
+    return infer(run, model, lines(run)), train(run, trained, x)
 
 
 @hazard(layers=8)

@@ -16,6 +16,7 @@ from torch import fx
 
 from confpred.problem.conv2d import output_size
 from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, val_of
 from confpred.pytorch.rewrite.sites import Causal
 from confpred.pytorch.run import choosing
@@ -31,7 +32,7 @@ def serve(
 ) -> list[sites.Site]:
     """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
     says whether what follows a layer becomes a part of it, as in inference."""
-    matches: list[sites.Match] = []
+    matches: list[Match] = []
     claimed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -40,7 +41,7 @@ def serve(
                 matches.append(_match(found, wishes, fuses, claimed))
     matches.reverse()
     if matches:
-        sites.choose_and_replace(graph, matches, choose)
+        choose_and_replace(graph, matches, choose)
     served = [match.sites for match in matches if any(site.is_ours for site in match.sites)]
     return [site for own in served for site in own]
 
@@ -121,9 +122,7 @@ def _constant(number: Any) -> int | None:
     return found or None
 
 
-def _match(
-    found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]
-) -> sites.Match:
+def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
     node = found.node
     fields: dict[str, Any] = {"causal": found}
     if node.target is sites.CONVOLUTION:
@@ -136,13 +135,13 @@ def _match(
         named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
         site = sites.site_of(node, "fprop", **fields, **named)
         site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
-        return sites.Match([site], partial(_replace, found, chain, site, wishes))
+        return Match([site], partial(_replace, found, chain, site, wishes))
     mask: Any = node.args[10]
     sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
     of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
     own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
     own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]
-    return sites.Match(own, partial(_replace_backward, found, own, wishes))
+    return Match(own, partial(_replace_backward, found, own, wishes))
 
 
 def _replace(

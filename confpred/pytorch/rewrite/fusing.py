@@ -22,7 +22,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import causal, following, sites
-from confpred.pytorch.rewrite.costs import LAUNCH_MS
+from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
@@ -60,8 +60,8 @@ def fuse(
         put = partial(_replace, chain, site, wishes, device is None)
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
-        matches.append(sites.Match([site], put, *ends))
-    found += sites.choose_and_replace(graph, matches, choose)
+        matches.append(Match([site], put, *ends))
+    found += choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return found
 
@@ -155,7 +155,7 @@ def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
     start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
-        fields = {"activation": chain.activation, "residual": has_residual}
+        fields: Any = {"activation": chain.activation, "residual": has_residual}
         has_bias = has_norm or start.args[2] is not None
         site = sites.site_of(start, "fprop", bias=has_bias, **fields)
         if has_norm and _loses_precision(chain, values):

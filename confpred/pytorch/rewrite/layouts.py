@@ -87,8 +87,8 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
     for target, place in ((ours.conv2d.default, 1), (ours.conv2d_backward.default, 2)):
         for node in graph.find_nodes(op="call_function", target=target):
             source: Any = node.args[place]
-            val = val_of(source)
-            if lies_channels_last(val) or layout_of(val_of(node.args[place - 1])) != "channels_last":
+            val, x = val_of(source), val_of(node.args[place - 1])
+            if lies_channels_last(val) or layout_of(x) != "channels_last":
                 continue
             if source not in made:
                 with val.fake_mode:
@@ -241,8 +241,8 @@ def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
     """Return a new node behind `source`, which lies as `val`: its copy that lies as `like`, or next
     to that where `like` is not dense, for `reader`."""
     graph = source.graph
-    for layout in (torch.contiguous_format, *[f for rank, f in LAST_FORMATS.items() if rank == val.dim()]):
-        if like.is_contiguous(memory_format=layout):
+    for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
+        if layout is not None and like.is_contiguous(memory_format=layout):
             with _behind(source, reader):
                 return _copy(graph, source, val, layout, reader)
     steps = [s if isinstance(s, int) else s.node.hint for s in like.stride()]

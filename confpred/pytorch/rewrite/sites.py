@@ -1,13 +1,9 @@
-"""Layers of a graph that confpred can compute: a problem a direction, its choice, its replacement.
-
-A *match* is what one operator may replace. Those of a graph are found first, then chosen for in one
-call, then replaced; what is not replaced runs as PyTorch runs it.
-"""
+"""Layers of a graph that confpred can compute: a problem a direction, and its choice."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
@@ -20,7 +16,6 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv import LAYOUTS, MAX_RANK, ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.record import Record
-from confpred.pytorch.rewrite.costs import Layouts
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import TURNED, Call, Geometry, problem_of
@@ -88,55 +83,20 @@ class Causal(NamedTuple):
     @property
     def x(self) -> fx.Node:
         """The input of the layer, without a padding; another one once its own chain is replaced."""
-        x: Any = arguments_of(self.node)[0] if self.pad is None else self.pad.args[0]
-        return x
+        source: Any = arguments_of(self.node) if self.pad is None else self.pad.args
+        return source[0]  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> fx.Node:
         """The gradient of the layer's result, of a backward pass."""
         grad: Any = self.node.args[0]
-        return grad if self.pad is not None else grad.args[0]  # of the slice's gradient
+        of_slice = self.pad is None
+        return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
 
     def geometry(self) -> Geometry | None:
         """Return what `geometry_of` returns, of the problem."""
         found = geometry_of(self.node)
         return found and (found[0], (self.padding,), *found[2:])
-
-
-class Match(NamedTuple):
-    """Nodes of a graph that one operator a direction may compute.
-
-    Attributes:
-        sites: what is chosen for.
-        replace: puts the operators in the place of the nodes, where the choices say so.
-        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
-            last, and computed; none of images.
-    """
-
-    sites: list[Site]
-    replace: Callable[[], None]
-    reads: Sequence[fx.Node] = ()
-    writes: Sequence[fx.Node] = ()
-
-
-def choose_and_replace(
-    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
-) -> list[Site]:
-    """Choose for all `matches` of `graph` in one call, replace them in place, and return their
-    sites."""
-    sites = [site for match in matches for site in match.sites]
-    asked = [p for s in sites if s.problem for p in s.by_layout.values() or (s.problem,)]
-    choices = dict(zip(asked, choose(asked) if asked else (), strict=True))
-    for site in sites:
-        site.choice = None if site.problem is None else choices[site.problem]
-    layouts = Layouts()
-    for match in matches:
-        layouts.settle(match, choices)
-    for match in matches:
-        match.replace()
-    graph.eliminate_dead_code()
-    graph.lint()
-    return sites
 
 
 def call_of(
@@ -164,9 +124,7 @@ def _hint(site: Site) -> Assignment | None:
     return Assignment(site.problem, candidate)
 
 
-def site_of(
-    node: fx.Node, direction: str, causal: Causal | None = None, **fields: Any
-) -> Site:
+def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **fields: Any) -> Site:
     """Return the site of a convolution, or of a direction of its backward, with its problem or why
     there is none; `fields` are further ones of the problem."""
     arguments = arguments_of(node)

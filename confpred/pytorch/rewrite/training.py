@@ -21,6 +21,7 @@ from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.pytorch.rewrite import causal, following, sites
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -52,7 +53,7 @@ def serve_convolutions(
         else:
             mask: Any = node.args[10]
             sums = mask[2] and isinstance(groups, int) and sums_bias(groups)
-            fields = {"bias": sums, "deterministic": is_deterministic()}
+            fields: Any = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
         put = partial(_replace_convolution, node, own, wishes, compiled)
@@ -61,8 +62,8 @@ def serve_convolutions(
             ends = ([image], [node])
             if node.target is sites.CONVOLUTION_BACKWARD:
                 ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
-        matches.append(sites.Match(own, put, *ends))
-    return found + sites.choose_and_replace(graph, matches, choose)
+        matches.append(Match(own, put, *ends))
+    return found + choose_and_replace(graph, matches, choose)
 
 
 def _replace_convolution(
@@ -108,8 +109,8 @@ def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
             both = [_site(chain, direction) for direction in ("forward", "backward")]
             if all(site.problem for site in both):
                 put = partial(_replace_norm, chain, node, both, numbers)
-                matches.append(sites.Match(both, put))
-    return sites.choose_and_replace(graph, matches, choose)
+                matches.append(Match(both, put))
+    return choose_and_replace(graph, matches, choose)
 
 
 def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:

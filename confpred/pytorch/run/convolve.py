@@ -98,10 +98,10 @@ class Call:
     def text(self) -> str:
         """Return this call as one text; `read` is the way back."""
         hints = [hint and hint.to_json() for hint in self.hints]
+        common = [self.geometry, self.activation, self.mask, hints]
         limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
-        rare: list[Any] = [self.cut, self.output_padding]
-        rare = rare if any(rare) else []  # short, as most have none
-        return text_of([self.geometry, self.activation, self.mask, hints, limits, max_regret, *rare])
+        rare = (self.cut, self.output_padding)
+        return text_of([*common, limits, max_regret, *(rare if any(rare) else ())])
 
     @staticmethod
     @lru_cache(MOST_READ)
@@ -230,7 +230,7 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_x is not None or run_weight is not None:
             out_grad = dense(out_grad, layout)
         if run_x is not None:
-            (grad_x,) = run_x.run(out_grad, dense(weight, layout))
+            (grad_x,) = run_x.run(out_grad, dense(weight, layout), None)
         if run_weight is not None:
             given = (out_grad, dense(x, layout))
             grad_weight, *more = run_weight.run(*given[:: -1 if call.output_padding else 1])
@@ -257,9 +257,7 @@ def backward_by_pytorch(
     )
 
 
-def backward_launches(
-    x: Tensor, weight: Tensor, call: Call
-) -> tuple[Ready | None, Ready | None]:
+def backward_launches(x: Tensor, weight: Tensor, call: Call) -> tuple[Ready | None, Ready | None]:
     """Return the launches of the gradients of `x` and `weight`; None for PyTorch's operator."""
     run_x = run_weight = None
     if alike(x, weight) and _is_read(x):
@@ -298,10 +296,11 @@ def _find(
 
     def find() -> Ready | None:
         sizes = (direction, call.image(x, weight), weight.shape, dtype, geometry, layout)
-        layer = layer_of(*sizes, **fields, **{"cut": call.cut} if call.cut else {})
+        more: Any = fields | ({"cut": call.cut} if call.cut else {})
+        layer = layer_of(*sizes, **more)
         if layer is None or (residual is not None and residual != _result_shape(layer)):
             return None
-        problem = layer.as_conv2d() or layer if isinstance(layer, ConvNd) else layer
+        problem = layer if isinstance(layer, Problem) else layer.as_conv2d() or layer
         if hint is not None and hint.problem == problem:
             ready = loading.load(hint, ordinal, wishes.limits)
         else:  # a kernel that was chosen for other sizes or switches may not be legal
@@ -309,7 +308,7 @@ def _find(
         if isinstance(problem, ConvNd):
             return ready
         found = ready or FusedOperator.of(problem)
-        return OnImages(found, layer) if found is not None and layer is not problem else found
+        return found if found is None or isinstance(layer, Problem) else OnImages(found, layer)
 
     return kept(key, find)
 

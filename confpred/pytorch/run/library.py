@@ -45,7 +45,8 @@ def takes_pixels(x: Tensor, weight: Tensor, padding: Sequence[int], groups: int)
 
 
 def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Return ``activation(conv2d(x, weight, bias))`` for shapes (N, C, 1, ...) and (K, C, 1, ...)."""
+    """Return ``activation(convolution(x, weight, bias))`` for shapes (N, C, 1, ...) and
+    (K, C, 1, ...)."""
     rows, columns = x.reshape(x.shape[:2]), weight.reshape(weight.shape[:2]).t()
     if bias is None:
         out = torch.mm(rows, columns)

@@ -116,7 +116,7 @@ def test_a_copy_has_to_pay(captured, launches, monkeypatch) -> None:
     assert captured.of("inference").count(CLONE) == 2
     captured.passes.clear()
     torch._dynamo.reset()
-    monkeypatch.setattr("confpred.pytorch.rewrite.costs.LAUNCH_MS", 0.6)  # of 1 ms to be saved
+    monkeypatch.setattr("confpred.pytorch.rewrite.matches.LAUNCH_MS", 0.6)  # of 1 ms to be saved
     run(nn.Sequential(depthwise()), line().contiguous())
     assert captured.of("inference").targets() == [PLAIN]
 

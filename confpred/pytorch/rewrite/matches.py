@@ -1,11 +1,14 @@
-"""The layout of each convolution of lines or volumes, whichever is predicted to take less time with
-the copies that it needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
+"""Matches of a graph: found first, then chosen for in one call, then replaced.
+
+A *match* is what one operator may replace; what is not replaced runs as PyTorch runs it. Lines and
+volumes are computed in the layout that is predicted to take less time with the copies that it
+needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,11 +18,9 @@ from confpred.problem.conv import LAYOUTS
 from confpred.problem.device import get_device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import layout_of
-
-if TYPE_CHECKING:
-    from confpred.pytorch.rewrite.sites import Match
 
 aten = torch.ops.aten
 Choices = Mapping[Record, "Choice | None"]
@@ -29,6 +30,42 @@ _READERS = (
     aten.transpose.int,
 )  # fmt: skip
 _FARTHEST = 16  # operators between two convolutions
+
+
+class Match(NamedTuple):
+    """Nodes of a graph that one operator a direction may compute.
+
+    Attributes:
+        sites: what is chosen for.
+        replace: puts the operators in the place of the nodes, where the choices say so.
+        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
+            last, and computed; none of images.
+    """
+
+    sites: list[Site]
+    replace: Callable[[], None]
+    reads: Sequence[fx.Node] = ()
+    writes: Sequence[fx.Node] = ()
+
+
+def choose_and_replace(
+    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
+) -> list[Site]:
+    """Choose for all `matches` of `graph` in one call, replace them in place, and return their
+    sites."""
+    sites = [site for match in matches for site in match.sites]
+    asked = [p for s in sites if s.problem for p in s.by_layout.values() or (s.problem,)]
+    choices = dict(zip(asked, choose(asked) if asked else (), strict=True))
+    for site in sites:
+        site.choice = None if site.problem is None else choices[site.problem]
+    layouts = Layouts()
+    for match in matches:
+        layouts.settle(match, choices)
+    for match in matches:
+        match.replace()
+    graph.eliminate_dead_code()
+    graph.lint()
+    return sites
 
 
 class Layouts:
@@ -100,8 +137,7 @@ class Layouts:
             depth < _FARTHEST
             and bool(node.users)
             and all(
-                user.target in _READERS
-                or (_is_pointwise(user) and self._is_free(user, depth + 1))
+                user.target in _READERS or (_is_pointwise(user) and self._is_free(user, depth + 1))
                 for user in node.users
             )
         )
