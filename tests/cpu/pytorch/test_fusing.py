@@ -212,11 +212,15 @@ def test_a_residual_of_another_layout_stays_a_sum(captured) -> None:
     assert captured.of("inference").count("aten.add.Tensor") == 1
 
 
-def test_a_transposed_convolution_stays_pytorchs(captured) -> None:
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_transposed_convolution_is_a_gradient_of_an_image(captured, wins) -> None:
+    """What follows it is a pass of its own."""
+    captured.wins = lambda problem: wins
     run(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
                       nn.ReLU()))  # fmt: skip
-    assert captured.asked == []
-    assert captured.of("inference").targets() == [FOLD, PLAIN, SHIFT]
+    ((problem,),) = captured.asked
+    assert problem.direction == "dgrad"
+    assert captured.of("inference").targets() == [FOLD, CONV if wins else PLAIN, SHIFT]
 
 
 def test_lines_and_volumes_are_fused_as_images_are(captured) -> None:
