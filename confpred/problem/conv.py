@@ -39,7 +39,7 @@ MAX_RANK = 3
 #: Names of an axis' sizes: of the input, of the filter, and of the output. The last axes are those
 #: of a layer of lower rank.
 _INPUT, _FILTER, _OUTPUT = ("d", "h", "w"), ("t", "r", "s"), ("z", "p", "q")
-#: What an axis that a layer does not have holds.
+#: Values of an axis that a layer does not have.
 _NEUTRAL: Mapping[str, int] = {"stride": 1, "padding": 0, "dilation": 1}
 
 

@@ -27,14 +27,7 @@ from confpred.problem.device import Device, get_device
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
-from confpred.pytorch.rewrite.sites import (
-    CONVOLUTION,
-    Site,
-    arguments_of,
-    is_convolution,
-    name_of,
-    sizes_of,
-)
+from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, is_convolution, name_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
 
@@ -300,7 +293,7 @@ class Recorder(Compiler):
             wanted: Any = node.args[10]
             directions = [d for d, w in zip(("dgrad", "wgrad"), wanted, strict=False) if w]
         image = val_of(arguments_of(node)[0])
-        sizes = tuple(size or 0 for size in sizes_of(image))
+        sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
         for direction in directions:
             known = self._known.setdefault((name_of(node), direction), [])
             known.append((sizes, _convolution_s(node, self._device)))

@@ -69,7 +69,7 @@ def choose_and_replace(
 
 
 class Layouts:
-    """What is known of the layouts of a graph's lines and volumes, in the order of the graph."""
+    """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
 
     def __init__(self) -> None:
         self._there: set[tuple[fx.Node, str]] = set()  # what is read and computed, by then

@@ -187,7 +187,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
     """Compute ``activation(convolution(x, weight, bias) + residual)`` of plain tensors; `residual`
-    can be added to shape (N, K, ...). What `call` cuts is cut before."""
+    can be added to shape (N, K, ...). The cut of `call` comes first."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
         given, layout = (x, weight, bias, residual), layout_of(x)

@@ -142,9 +142,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
         return Launched(assignment, found) if is_ours else None
 
     monkeypatch.setattr(loading, "load", load)  # kernels need a GPU
-    monkeypatch.setattr(
-        loading, "choose_and_load", lambda problem, *_: load(Assignment(problem, KERNEL))
-    )  # as above
+    chosen = lambda problem, *_: load(Assignment(problem, KERNEL))  # noqa: E731
+    monkeypatch.setattr(loading, "choose_and_load", chosen)  # no model has these layers
     monkeypatch.setattr(convolve, "alike", lambda x, *others: True)  # there is no GPU
     choosing.forget()
     yield found

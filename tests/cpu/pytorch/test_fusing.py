@@ -214,7 +214,7 @@ def test_a_residual_of_another_layout_stays_a_sum(captured) -> None:
 
 @pytest.mark.parametrize("wins", [True, False])
 def test_a_transposed_convolution_is_a_gradient_of_an_image(captured, wins) -> None:
-    """What follows it is a pass of its own."""
+    """Operators behind it become a pass of their own."""
     captured.wins = lambda problem: wins
     run(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
                       nn.ReLU()))  # fmt: skip
