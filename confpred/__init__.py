@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from confpred.problem.device import get_device as get_device
     from confpred.problem.limits import Limits as Limits
     from confpred.pytorch.eager import conv2d as conv2d
+    from confpred.pytorch.eager import convolution as convolution
     from confpred.pytorch.eager import disable as disable
     from confpred.pytorch.eager import enable as enable
     from confpred.pytorch.eager import enabled as enabled
@@ -48,6 +49,7 @@ _WHERE = {
     "Problem": "confpred.problem.conv2d",
     "Status": "confpred.pytorch.status",
     "conv2d": "confpred.pytorch.eager",
+    "convolution": "confpred.pytorch.eager",
     "disable": "confpred.pytorch.eager",
     "enable": "confpred.pytorch.eager",
     "enabled": "confpred.pytorch.eager",

@@ -40,6 +40,8 @@ _LIBRARIES = (
 #: Families that are measured only where they are named. About a library's plans nothing is known
 #: before, and im2col is legal for nearly all layers but fast for few.
 _ON_REQUEST = ("cudnn", "im2col")
+#: Operations that are known without a look at the families.
+_CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 
 
 def families_in(module: str) -> Sequence[Family]:
@@ -131,8 +133,9 @@ def operation_named(name: object) -> Operation:
     Raises:
         InvalidInput: no family computes one of that name.
     """
-    if name == CONVOLUTION.name:
-        return CONVOLUTION  # without a look at the families
+    for operation in _CONVOLUTIONS:
+        if operation.name == name:
+            return operation
     if isinstance(name, str) and name in all_operations():
         return all_operations()[name]
     raise InvalidInput("operation", name, " or ".join(all_operations()))
@@ -144,8 +147,9 @@ def operation_of(problem: Record) -> Operation:
     Raises:
         InvalidInput: no family computes such problems.
     """
-    if type(problem) is CONVOLUTION.problem:
-        return CONVOLUTION
+    for operation in _CONVOLUTIONS:
+        if operation.problem is type(problem):
+            return operation
     for operation in all_operations().values():
         if operation.problem is type(problem):
             return operation

@@ -202,6 +202,7 @@ class Compiler:
         if choose is not None:
             fuse = partial(fusing.fuse, inputs=self._values, device=self._inductors(gm.graph))
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
+            steps.append(layouts.keep_strides)
         if self.inductor:
             gm, steps = self._decomposed(gm, inputs, steps), []
         self._attempt(gm, [*steps, passes.update_in_place])
@@ -224,7 +225,7 @@ class Compiler:
         if choose is not None:
             convolutions = partial(training.serve_convolutions, compiled=self.inductor)
             serve = partial(self._replace, convolutions, choose)
-            steps += [layouts.to_channels_last, serve]
+            steps += [layouts.to_channels_last, serve, layouts.keep_strides]
             if choosing.is_known(BATCH_NORM.name):
                 steps.append(partial(training.serve_norms, choose=choose))
         if self.inductor:
@@ -317,8 +318,12 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
         if options.verify and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
                 how = ordinal, options.verify, options.wishes
-                found = {p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)}
-            return [found[problem] for problem in convolutions]
+                found: dict[Record, Choice | None] = {
+                    p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)
+                }
+            rest = [problem for problem in problems if problem not in found]
+            found |= zip(rest, choose(rest) if rest else (), strict=True)
+            return [found[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
         known = dict.fromkeys(choice for choice in choices if choice is not None)
         compile_ahead(list(known), ordinal, options.limits)

@@ -1,8 +1,9 @@
-"""Eager calls: `conv2d`, PyTorch's function with a fused epilogue, and `enable`, for grouped and
-depthwise layers of programs that cannot be captured.
+"""Eager calls: `convolution` and `conv2d`, PyTorch's functions with a fused epilogue, and `enable`,
+for grouped and depthwise layers of programs that cannot be captured.
 
-`confpred.optimize` is the way for networks. While enabled, ``torch.nn.Conv2d`` asks once a shape
-whether a kernel is predicted to save more than ``LEAST_MS``; dense layers are not looked at.
+`confpred.optimize` is the way for networks. While enabled, ``torch.nn.Conv2d``, ``Conv1d`` and
+``Conv3d`` ask once a shape whether a kernel is predicted to save more than ``LEAST_MS``; dense
+layers are not looked at.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # TorchScript looks this and the next but one up here
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair  # noqa: F401
+from torch.nn.modules.utils import _pair, _single, _triple  # noqa: F401
 
 from confpred.concurrency import uninterrupted
 from confpred.errors import InvalidInput
 from confpred.problem.activation import activated
+from confpred.problem.conv import MAX_RANK
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch.run import choosing, convolve
 from confpred.pytorch.run.choosing import ANY, Wishes
-from confpred.pytorch.run.convolve import Call, Geometry, Pair
-from confpred.pytorch.run.loading import CHANNELS_LAST
+from confpred.pytorch.run.convolve import Axes, Call, Geometry
+from confpred.pytorch.run.loading import dense, is_channels_last
 from confpred.pytorch.run.pointwise import activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call
 #: from Python takes the host that much longer than PyTorch's own.
 LEAST_MS = 0.02
-_PYTORCH: Callable[..., Tensor] = nn.Conv2d._conv_forward
+_KINDS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PYTORCH: tuple[Callable[..., Tensor], ...] = tuple(kind._conv_forward for kind in _KINDS)
 _lock = threading.Lock()
 #: Settings of each `enable` without a `disable` yet, and a function that undoes its plan.
 _former: list[tuple[Wishes, Callable[[], None] | None]] = []
@@ -45,9 +48,9 @@ def conv2d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: int | Axes = 1,
+    padding: int | Axes = 0,
+    dilation: int | Axes = 1,
     groups: int = 1,
     activation: str | None = None,
     residual: Tensor | None = None,
@@ -81,37 +84,92 @@ def conv2d(
         InvalidInput: an argument is not allowed, or a tensor has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
+    given: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(4, stride, padding, dilation, groups, *given)
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    stride: int | Axes = 1,
+    padding: int | Axes = 0,
+    dilation: int | Axes = 1,
+    groups: int = 1,
+    activation: str | None = None,
+    limits: Limits | None = None,
+) -> Tensor:
+    """`conv2d` in one, two or three spatial dimensions: those of `weight`, shape (K, C / groups,
+    ...). Lines and volumes may be channels first, too.
+
+    Args:
+        x: input, shape (N, C, ...).
+        weight, bias, groups, activation, limits: as of `conv2d`.
+        residual: of the result's shape, added before the activation, or None.
+        stride, padding, dilation: an integer, or one for each spatial dimension.
+
+    Returns:
+        Shape (N, K, ...), of `x`'s dtype, with the strides that PyTorch's function gives.
+
+    Raises:
+        InvalidInput, RuntimeError: as of `conv2d`.
+    """
+    if not 3 <= weight.dim() <= 2 + MAX_RANK:
+        allowed = f"a tensor of 3 to {2 + MAX_RANK} dimensions"
+        raise InvalidInput("weight", tuple(weight.shape), allowed)
+    given: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(weight.dim(), stride, padding, dilation, groups, *given)
+
+
+def _convolution(
+    dims: int, stride: int | Axes, padding: int | Axes, dilation: int | Axes, groups: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    activation: str | None, limits: Limits | None,
+) -> Tensor:  # fmt: skip
+    """Compute `convolution` of tensors of `dims` dimensions."""
     name = activation_named(activation)
     wishes = ANY if limits is None else Wishes(limits)
-    tensors = (("x", x, 4), ("weight", weight, 4), ("bias", bias, 1), ("residual", residual, 4))
-    for argument, tensor, rank in tensors:
+    tensors = (("x", x, dims), ("weight", weight, dims), ("bias", bias, 1))
+    for argument, tensor, rank in (*tensors, ("residual", residual, dims)):
         if tensor is not None and tensor.dim() != rank:
             raise InvalidInput(argument, tuple(tensor.shape), f"a tensor of {rank} dimensions")
     sizes = {"stride": stride, "padding": padding, "dilation": dilation}
-    pairs = [_both(argument, size) for argument, size in sizes.items()]
-    geometry: Geometry = (pairs[0], pairs[1], pairs[2], groups)
-    given = [tensor for _, tensor, _ in tensors if tensor is not None]
+    axes = [_axes(argument, size, dims - 2) for argument, size in sizes.items()]
+    geometry: Geometry = (axes[0], axes[1], axes[2], groups)
+    pytorch: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 3]
+    given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
     if torch.compiler.is_compiling() or not is_plain(*given):
-        out = F.conv2d(x, weight, bias, *geometry)
+        out = pytorch(x, weight, bias, *geometry)
         return activated(name, out if residual is None else out + residual)
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
-        return F.conv2d(x, weight, bias, *geometry)  # PyTorch says what is wrong
+        return pytorch(x, weight, bias, *geometry)  # type: ignore[no-any-return]  # its error
     call = Call(geometry, wishes=wishes)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
         out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return activated(name, out if residual is None else out + residual)
-    return convolve.forward(x, weight, bias, residual, replace(call, activation=name))
+    out = convolve.forward(x, weight, bias, residual, replace(call, activation=name))
+    return _laid_as_pytorch(out, x, weight)
 
 
-def _both(name: str, value: int | Pair) -> Pair:
+def _axes(name: str, value: int | Axes, rank: int) -> Axes:
     if isinstance(value, int):
-        return (value, value)
-    if len(value) != 2:
-        raise InvalidInput(name, value, "an integer or a pair of integers")
-    return (value[0], value[1])
+        return (value,) * rank
+    if len(value) != rank:
+        raise InvalidInput(name, value, f"an integer, or {rank} of them")
+    return tuple(value)
+
+
+def _laid_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return a result for `x` with the strides of PyTorch's, whose lines are channels first."""
+    if t.dim() in (1, 4):
+        return t
+    is_last = t.dim() == 5 and (is_channels_last(x) or is_channels_last(weight))
+    return dense(t, "channels_last" if is_last else "channels_first")
 
 
 def cast_dtype(x: Tensor) -> torch.dtype | None:
@@ -148,7 +206,7 @@ class Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return convolve.forward(x, weight, bias, None, call)
+        return _laid_as_pytorch(convolve.forward(x, weight, bias, None, call), x, weight)
 
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor) -> Any:
@@ -158,7 +216,9 @@ class Convolution(torch.autograd.Function):
         # Gradients of gradients, or many gradients in one batch: PyTorch has formulas.
         if torch.is_grad_enabled() or not is_plain(out_grad) or not torch._C._has_storage(out_grad):
             return (*convolve.backward_by_pytorch(out_grad, x, weight, call, call.mask), None)
-        return (*convolve.backward(out_grad, x, weight, call), None)
+        grads = convolve.backward(out_grad, x, weight, call)
+        laid = (None if t is None else _laid_as_pytorch(t, x, weight) for t in grads)
+        return (*laid, None)
 
 
 def enable(
@@ -167,7 +227,8 @@ def enable(
     max_regret: float | None = None,
     limits: Limits = UNLIMITED,
 ) -> None:
-    """Let grouped and depthwise ``torch.nn.Conv2d`` of this process run by confpred's kernels.
+    """Let grouped and depthwise ``torch.nn.Conv2d``, ``Conv1d`` and ``Conv3d`` of this process run
+    by confpred's kernels.
 
     No model is touched. A layer whose kernel is not predicted to save more than 20 us of the GPU's
     time is computed by PyTorch. The first call of a shape waits for its kernel to be compiled.
@@ -189,7 +250,8 @@ def enable(
     with uninterrupted, _lock:
         _former.append((_wishes, undo))
         _wishes = wishes
-        nn.Conv2d._conv_forward = _conv_forward  # type: ignore[method-assign]
+        for kind, method in zip(_KINDS, _OURS, strict=True):
+            kind._conv_forward = method
 
 
 def disable() -> None:
@@ -202,7 +264,8 @@ def disable() -> None:
         if undo is not None:
             undo()
         if not _former:
-            nn.Conv2d._conv_forward = _PYTORCH  # type: ignore[method-assign]
+            for kind, method in zip(_KINDS, _PYTORCH, strict=True):
+                kind._conv_forward = method
 
 
 def is_enabled() -> bool:
@@ -220,37 +283,41 @@ def enabled(**settings: Any) -> Iterator[None]:
         disable()
 
 
-def _conv_forward(self: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.Conv2d._conv_forward`` while enabled."""
-    if (
-        self.groups == 1
-        or torch.compiler.is_compiling()
-        or self.padding_mode != "zeros"
-        or isinstance(self.padding, str)
-        or not input.is_cuda
-        or not is_plain(input, weight, *(() if bias is None else (bias,)))
-    ):
-        return _PYTORCH(self, input, weight, bias)
-    needs = (input.requires_grad, weight.requires_grad, bias is not None)
-    call = Call(
-        (self.stride, self.padding, self.dilation, self.groups),  # type: ignore[arg-type]
-        mask=needs if torch.is_grad_enabled() else (False, False, False),
-        wishes=_wishes,
-    )
-    key = (
-        call, input.shape, weight.shape, input.dtype, weight.dtype, cast_dtype(input),
-        bias is None, input.get_device(), weight.get_device(),
-        input.is_contiguous(memory_format=CHANNELS_LAST),
-    )  # fmt: skip
-    if not choosing.kept(key, lambda: _saves(call, *cast(input, weight, bias))):
-        return _PYTORCH(self, input, weight, bias)
-    x, weight, bias = cast(input, weight, bias)
-    out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
-    return out
+def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what takes the place of a kind's ``_conv_forward``, which is `pytorch`'s."""
+
+    def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if (
+            self.groups == 1
+            or torch.compiler.is_compiling()
+            or self.padding_mode != "zeros"
+            or isinstance(self.padding, str)
+            or not input.is_cuda
+            or not is_plain(input, weight, *(() if bias is None else (bias,)))
+        ):
+            return pytorch(self, input, weight, bias)
+        needs = (input.requires_grad, weight.requires_grad, bias is not None)
+        call = Call(
+            (self.stride, self.padding, self.dilation, self.groups),
+            mask=needs if torch.is_grad_enabled() else (False, False, False),
+            wishes=_wishes,
+        )
+        key = (
+            call, input.shape, weight.shape, input.dtype, weight.dtype, cast_dtype(input),
+            bias is None, input.get_device(), weight.get_device(), is_channels_last(input),
+        )  # fmt: skip
+        if not choosing.kept(key, lambda: _saves(call, *cast(input, weight, bias))):
+            return pytorch(self, input, weight, bias)
+        x, weight, bias = cast(input, weight, bias)
+        out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        return out
+
+    # `torch.jit.script` reads the text of this, and looks its names up in this module.
+    _conv_forward.__wrapped__ = pytorch  # type: ignore[attr-defined]
+    return _conv_forward
 
 
-# `torch.jit.script` reads the text of this, and looks its names up in this module.
-_conv_forward.__wrapped__ = _PYTORCH  # type: ignore[attr-defined]
+_OURS = tuple(map(_forward_of, _PYTORCH))
 
 
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

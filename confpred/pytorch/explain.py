@@ -21,12 +21,13 @@ from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
 from confpred.errors import ConfpredError, InvalidInput, install_command
 from confpred.families.protocol import PYTORCH
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
-from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, name_of
+from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, is_convolution, name_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
 
@@ -73,7 +74,7 @@ class Row:
 
     layers: tuple[str, ...]
     direction: str
-    problem: Problem | None
+    problem: Problem | ConvNd | None
     fused: tuple[str, ...]
     provider: str
     config: dict[str, int]
@@ -86,11 +87,13 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return a text for each column of the table."""
         p, computed = self.problem, [] if self.direction == "norm" else [self.direction]
-        if isinstance(p, Problem):
+        if is_convolution(p):
             groups = "" if p.groups == 1 else f"groups={p.groups} "
             groups = "depthwise " if groups and p.group_width == 1 else groups
-            stride = f"/{p.stride[0]}" if p.stride != (1, 1) else ""
-            computed = [f"{p.direction} {groups}{p.r}x{p.s}{stride} -> {p.k}"]
+            window = p.filter_shape[-p.rank :] if isinstance(p, ConvNd) else (p.r, p.s)
+            steps = p.stride[-len(window) :]
+            stride = f"/{max(steps)}" if max(steps) > 1 else ""
+            computed = [f"{p.direction} {groups}{'x'.join(map(str, window))}{stride} -> {p.k}"]
         about = "~" * self.is_estimate
         both = (self.expected_ms, self.pytorch_ms)
         return (
@@ -273,8 +276,7 @@ class Recorder(Compiler):
         self._operators: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._other_s = [0.0, 0.0]
         self._others: dict[str, list[tuple[str, float]]] = {}
-        # Sizes and estimates of convolutions, by name and direction; sites that are no image's.
-        self._more: list[Site] = []
+        # Sizes and estimates of convolutions, by name and direction.
         self._known: dict[tuple[str, str], list[tuple[tuple[int, ...], float]]] = {}
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
@@ -285,7 +287,7 @@ class Recorder(Compiler):
         return lambda problems: choosing.choose_many(problems, self._device)
 
     def _note(self, node: fx.Node) -> None:
-        """Note a convolution; one of another rank than an image's gets a row of its own."""
+        """Note the sizes of a convolution, and how long it takes by an estimate."""
         directions = ["fprop"]
         if node.target is BACKWARD:
             wanted: Any = node.args[10]
@@ -295,9 +297,6 @@ class Recorder(Compiler):
         for direction in directions:
             known = self._known.setdefault((name_of(node), direction), [])
             known.append((sizes, _convolution_s(node, self._device)))
-            if image.dim() != 4:
-                why = f"{image.dim() - 2}-d; confpred serves 2-d"
-                self._more.append(Site(name_of(node), direction, None, why))
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -322,7 +321,7 @@ class Recorder(Compiler):
         known = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
         sizes: dict[Any, tuple[tuple[int, ...], float]] = {}
-        for site in (*self.sites, *self._more):
+        for site in self.sites:
             values = known.get((site.name, site.direction))
             found = values.pop(0) if values else ((), 0.0)
             key = (site.direction, site.problem, site.fused, site.why, found)
@@ -433,7 +432,7 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     site, names = group[0], tuple(site.name or "-" for site in group)
     choice = site.choice
     pytorch_ms = None if choice is None else choice.pytorch_ms
-    if pytorch_ms is None and isinstance(site.problem, Problem):
+    if pytorch_ms is None and is_convolution(site.problem):
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
     is_estimate = pytorch_ms is None and bool(sizes)
     pytorch_ms = 1e3 * estimate_s if is_estimate else pytorch_ms
@@ -459,7 +458,7 @@ def _seconds(row: Row, device: Device) -> tuple[float, float]:
     """Return the seconds of one layer's convolution by PyTorch, and of what runs."""
     p, before, after = row.problem, row.pytorch_ms or 0.0, row.expected_ms or 0.0
     # Before, other operators compute all that follows the convolution.
-    if p is not None and p.has_epilogue and not row.is_estimate:
+    if isinstance(p, Problem) and p.has_epilogue and not row.is_estimate:
         before = choosing.pytorch_ms(left_to_pytorch(p), device) or before
     return 1e-3 * before, 1e-3 * after
 

@@ -53,10 +53,10 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
     seen: list[Choice] = []  # a list takes what several threads append
     with choosing.watch_choices(seen.append, target):
         yield
-        if not seen:
+        if not any(isinstance(choice.problem, Problem) for choice in seen):
             allowed = "a block in which a convolution runs on a CUDA device; none was seen"
             raise InvalidInput("path", str(path), allowed)
-        plan = plan_of(seen)
+        plan = plan_of(c for c in seen if isinstance(c.problem, Problem))
         write_plan(target, plan, kernels=_compiled(plan) if kernels else None)
 
 
@@ -103,7 +103,7 @@ def prepare(
         get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
     )
     recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
-    problems = [site.problem for site in recorder.sites if site.problem is not None]
+    problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, known))

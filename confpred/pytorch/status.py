@@ -354,7 +354,8 @@ def _remarks(
     if any("front end is missing" in each.reason(s) for each in found for s in each.sites):
         yield f"cuDNN's plans need: {install_command('gpu')}"
     if eager.is_enabled():
-        layers = [m for m in model.modules() if type(m) is nn.Conv2d and m.groups > 1]
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        layers = [m for m in model.modules() if type(m) in kinds and getattr(m, "groups", 1) > 1]
         yield (
             f"confpred.enable is on: {_counted(len(layers), 'grouped layer')} of it are chosen for"
             " at each new size of an eager call on a GPU"

@@ -32,7 +32,8 @@ def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "graphed", graphed)
     monkeypatch.setattr(training, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
     with ours_first() as ours, failed_passes() as failures:
-        monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
+        for operation in ("batch_norm", "conv"):
+            monkeypatch.setitem(choosing._predictors, operation, ours)
         compare(found, "cuda", **HOW[how])
     assert all(not found.by_inductor and "as Inductor failed" in it for it in failures), failures
     assert sum(name is not None for name in ours.chosen) >= (found.kernels and 1)

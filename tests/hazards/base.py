@@ -109,8 +109,11 @@ class Run:
             return model
         return confpred.optimize(model, *given, **{**self.options, **named})
 
-    def network(self, kind: type[Model] = Net, *given: Any, train: bool = False) -> Model:  # type: ignore[assignment]
-        """Return a network: float16 on a GPU, or float32 for `train`; channels last."""
+    def network(
+        self, kind: Callable[..., Model] = Net, *given: Any, train: bool = False,  # type: ignore[assignment]
+        layout: torch.memory_format | None = LAST,
+    ) -> Model:  # fmt: skip
+        """Return a network: float16 on a GPU, or float32 for `train`; its filters of a `layout`."""
         torch.manual_seed(0)
         model = kind(*given)
         with torch.no_grad():
@@ -120,7 +123,7 @@ class Run:
                     module.running_var.uniform_(0.5, 1.5)
                     module.weight.uniform_(0.5, 1.5)
                     module.bias.normal_(0, 0.1)
-        model.to(self.device, memory_format=LAST)
+        model.to(self.device, memory_format=layout)
         return model.train() if train else model.to(self.dtype).eval()
 
     @property

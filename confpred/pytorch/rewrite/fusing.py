@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
-from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite import causal, following, sites
+from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
@@ -29,7 +30,6 @@ from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
 aten = torch.ops.aten
 confpred = torch.ops.confpred
-_LAUNCH_MS = 1e-3  # of a pass, in a CUDA graph
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
@@ -48,6 +48,7 @@ def fuse(
         inputs: of the graph, or none where their values are not known.
         device: that Inductor compiles the rest for; None where it does not.
     """
+    found = causal.serve(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
     chains = _chains(graph)
@@ -57,8 +58,10 @@ def fuse(
     for chain in chains:
         site = _site(chain, values)
         put = partial(_replace, chain, site, wishes, device is None)
-        matches.append(sites.Match([site], put))
-    found = sites.choose_and_replace(graph, matches, choose)
+        x: Any = chain.nodes[0].args[0]
+        ends = ([x], [chain.last]) if site.by_layout else ()
+        matches.append(Match([site], put, *ends))
+    found += choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return found
 
@@ -109,7 +112,7 @@ def _shortened(
         p, follows = asked[chain][0], 0.0
         tensors = int(p.residual)
         if not _is_read_on_its_way(chain.last, taken):
-            tensors, follows = tensors + 2, _LAUNCH_MS
+            tensors, follows = tensors + 2, LAUNCH_MS
         follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
         by_pytorch = bare.pytorch_ms if library.fuses(p) else math.inf
         # Inductor adds the bias of PyTorch's convolution, as part of the pass.
@@ -152,7 +155,7 @@ def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
     start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
-        fields = {"activation": chain.activation, "residual": has_residual}
+        fields: Any = {"activation": chain.activation, "residual": has_residual}
         has_bias = has_norm or start.args[2] is not None
         site = sites.site_of(start, "fprop", bias=has_bias, **fields)
         if has_norm and _loses_precision(chain, values):
@@ -218,7 +221,8 @@ def _spell_out(norm: Any) -> None:
     with graph.inserting_before(first):
         y = graph.call_function(convert, (norm.args[0], torch.float32))
         for target, vector in zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True):
-            column = graph.call_function(aten.reshape.default, (vector, [1, -1, 1, 1]))
+            sides = [1] * (val_of(first).dim() - 2)
+            column = graph.call_function(aten.reshape.default, (vector, [1, -1, *sides]))
             y = graph.call_function(target, (y, column))
     put_in_place(first, convert, (y, val_of(first).dtype))
 

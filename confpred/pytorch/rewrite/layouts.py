@@ -8,18 +8,29 @@ behind them follows by itself. Results keep their layout, and so does what is re
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
-from confpred.pytorch.run.loading import CHANNELS_LAST
+from confpred.pytorch.run.loading import (
+    CHANNELS_LAST,
+    LAST_FORMATS,
+    dense,
+    layout_of,
+    lies_channels_last,
+)
 
 log = logging.getLogger("confpred")
 aten, ours = torch.ops.aten, torch.ops.confpred
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_OURS = (ours.conv2d.default, ours.conv2d_backward.default)
+#: Tags of operators whose results have sizes that depend on values.
+_OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
 _ORDERED_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.needs_fixed_stride_order,
@@ -76,13 +87,75 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
     for target, place in ((ours.conv2d.default, 1), (ours.conv2d_backward.default, 2)):
         for node in graph.find_nodes(op="call_function", target=target):
             source: Any = node.args[place]
-            val = val_of(source)
-            if _is_last(val):
+            val, x = val_of(source), val_of(node.args[place - 1])
+            if lies_channels_last(val) or layout_of(x) != "channels_last":
                 continue
             if source not in made:
-                with graph.inserting_after(_last_of_inputs(source)):
-                    made[source] = _copy(graph, source, val, CHANNELS_LAST, node)
+                with val.fake_mode:
+                    like = dense(torch.empty_like(val))
+                made[source] = _copied(source, val, like, node)
             node.replace_input_with(source, made[source])
+
+
+def keep_strides(graph: fx.Graph) -> None:
+    """Let results of a graph, and what `reads_memory_in_order` gets, keep their strides in place,
+    and all else follow the operators of lines and volumes, which return another layout than
+    PyTorch's where they were put."""
+    if not any(map(_is_of_another_rank, graph.nodes)):
+        return
+    vals: dict[fx.Node, Any] = {}
+    made: dict[Any, fx.Node] = {}
+    mode = _mode_of(graph)
+    for node in list(graph.nodes):
+        vals[node] = val_of(node)
+        moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
+        if node.op == "output" or (moved and _reads_as_it_lay(node)):
+            for source in moved:
+                key = source, isinstance(node.target, torch._ops.HigherOrderOperator)
+                if key not in made:
+                    made[key] = _copied(source, vals[source], val_of(source), node)
+                node.replace_input_with(source, made[key])
+        elif moved or _is_of_another_rank(node):
+            if _is_of_another_rank(node):
+                _copy_inputs(node, vals, made)
+            given, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
+            run: Any = node.target
+            with mode:
+                vals[node] = run(*given, **named)
+    for node, val in vals.items():
+        node.meta["val"] = val
+    graph.lint()
+
+
+def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Node]) -> None:
+    """Let a convolution of lines or volumes read them in the layout that it was chosen for."""
+    call: Any = node.args[-1]
+    problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
+    layout = getattr(problems[0], "layout", "channels_last")
+    for source in node.all_input_nodes[: _OURS.index(node.target) + 1]:
+        val = vals[source]
+        if layout_of(val) == layout:
+            continue
+        if (source, layout) not in made:
+            with val.fake_mode:
+                like = dense(torch.empty_like(val), layout)
+            made[source, layout] = _copied(source, val, like, node)
+        copy = made[source, layout]
+        node.replace_input_with(source, copy)
+        vals[copy] = val_of(copy)
+
+
+def _is_of_another_rank(node: fx.Node) -> bool:
+    """Return whether confpred's operator computes a convolution of lines or volumes."""
+    return node.target in _OURS and val_of(node.args[0]).dim() != 4
+
+
+def _reads_as_it_lay(node: fx.Node) -> bool:
+    """Return whether `node` is to get its inputs as they lay at the capture."""
+    tags = getattr(node.target, "tags", ())
+    is_ours = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
+    in_order = node.target is aten.as_strided.default or not _OF_VALUES.isdisjoint(tags)
+    return in_order or (reads_memory_in_order(node) and not is_ours)
 
 
 def _is_channels_first(node: fx.Node) -> bool:
@@ -98,7 +171,7 @@ def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node
     the layout of its copy, and who reads that."""
     vals: dict[fx.Node, Any] = {}
     copies: list[tuple[fx.Node, Any, fx.Node]] = []
-    mode: Any = next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
+    mode = _mode_of(graph)
     for node in graph.nodes:
         vals[node] = val_of(node)
         if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
@@ -149,12 +222,50 @@ def _layout_of(val: Tensor) -> torch.memory_format:
 
 
 def _is_moved(before: Any, after: Any) -> bool:
+    if isinstance(before, (list, tuple)):
+        return any(map(_is_moved, before, after))
     return isinstance(before, Tensor) and before.stride() != after.stride()
+
+
+def _mode_of(graph: fx.Graph) -> Any:
+    """Return the mode of the fake tensors of a graph."""
+    return next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
 
 
 def _last_of_inputs(node: fx.Node) -> fx.Node:
     """Return `node`, or the last input of its graph where it is one."""
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
+def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
+    """Return a new node behind `source`, which lies as `val`: its copy that lies as `like`, or next
+    to that where `like` is not dense, for `reader`."""
+    graph = source.graph
+    for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
+        if layout is not None and like.is_contiguous(memory_format=layout):
+            with _behind(source, reader):
+                return _copy(graph, source, val, layout, reader)
+    steps = [s if isinstance(s, int) else s.node.hint for s in like.stride()]
+    order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
+    permuted = _permuted(source, val, order, reader)
+    with _behind(permuted, reader):
+        copy = _copy(graph, permuted, val_of(permuted), torch.contiguous_format, reader)
+    return _permuted(copy, val_of(copy), [order.index(axis) for axis in range(val.dim())], reader)
+
+
+def _behind(source: fx.Node, reader: fx.Node) -> Any:
+    """Return a context that places nodes behind `source`; a tangent's are of the backward pass."""
+    if source.op == "placeholder" and "tangents" in str(source.target):
+        return source.graph.inserting_before(reader)
+    return source.graph.inserting_after(_last_of_inputs(source))
+
+
+def _permuted(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:
+    with _behind(node, reader):
+        new = node.graph.call_function(aten.permute.default, (node, list(order)))
+    with val.fake_mode:
+        new.meta = node.meta | {"val": val.permute(order)}
+    return new
 
 
 def _copy(

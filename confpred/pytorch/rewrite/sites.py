@@ -1,15 +1,11 @@
-"""Layers of a graph that confpred can compute: a problem a direction, its choice, its replacement.
-
-A *match* is what one operator may replace. Those of a graph are found first, then chosen for in one
-call, then replaced; what is not replaced runs as PyTorch runs it.
-"""
+"""Layers of a graph that confpred can compute: a problem a direction, and its choice."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -17,11 +13,13 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
+from confpred.problem.conv import LAYOUTS, MAX_RANK, ConvNd
+from confpred.problem.conv2d import Problem
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.convolve import Call, Geometry, problem_of
-from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
+from confpred.pytorch.run.convolve import TURNED, Call, Geometry, problem_of
+from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last, layout_of
 
 CONVOLUTION = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -39,6 +37,7 @@ class Site:
         why: why no kernel is, in words; None where there is a problem.
         choice: what was chosen; None where nothing is known.
         fused: operators that became one with it, such as ``("norm", "relu")``.
+        by_layout: of a line or volume, its problem in each layout.
     """
 
     name: str
@@ -47,6 +46,7 @@ class Site:
     why: str | None = None
     choice: Choice | None = None
     fused: tuple[str, ...] = ()
+    by_layout: dict[str, Record] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
@@ -61,44 +61,59 @@ class Site:
         return choosing.why_pytorch(self.choice) or ""
 
 
-class Match(NamedTuple):
-    """Nodes of a graph that one operator a direction may compute.
+class Causal(NamedTuple):
+    """A causal convolution of lines, or its backward (`confpred.pytorch.rewrite.causal`).
 
     Attributes:
-        sites: what is chosen for.
-        replace: puts the operators in the place of the nodes, where the choices say so.
+        node: the convolution, or its backward.
+        padding: of the problem, on both sides.
+        cut: as of `ConvNd`.
+        pad: what pads the input of the layer on the left; None where the result is cut.
+        last: the node of the layer's result, of a forward pass.
+        unpadded: nodes of the gradient of `x`, of a backward pass.
     """
 
-    sites: list[Site]
-    replace: Callable[[], None]
+    node: fx.Node
+    padding: int
+    cut: int
+    pad: fx.Node | None
+    last: fx.Node
+    unpadded: tuple[fx.Node, ...] = ()
+
+    @property
+    def x(self) -> fx.Node:
+        """The input of the layer, without a padding; another one once its own chain is replaced."""
+        source: Any = arguments_of(self.node) if self.pad is None else self.pad.args
+        return source[0]  # type: ignore[no-any-return]
+
+    @property
+    def grad(self) -> fx.Node:
+        """The gradient of the layer's result, of a backward pass."""
+        grad: Any = self.node.args[0]
+        of_slice = self.pad is None
+        return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
+
+    def geometry(self) -> Geometry | None:
+        """Return what `geometry_of` returns, of the problem."""
+        found = geometry_of(self.node)
+        return found and (found[0], (self.padding,), *found[2:])
 
 
-def choose_and_replace(
-    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
-) -> list[Site]:
-    """Choose for all `matches` of `graph` in one call, replace them in place, and return their
-    sites."""
-    sites = [site for match in matches for site in match.sites]
-    asked = [(site, site.problem) for site in sites if site.problem is not None]
-    choices = choose([problem for _, problem in asked]) if asked else ()
-    for (site, _), choice in zip(asked, choices, strict=True):
-        site.choice = choice
-    for match in matches:
-        match.replace()
-    graph.eliminate_dead_code()
-    graph.lint()
-    return sites
-
-
-def call_of(node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, **fields: Any) -> str:
+def call_of(
+    node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
+    **fields: Any,
+) -> str:  # fmt: skip
     """Return the arguments that are no tensors of the operator in the place of a convolution, or of
     its backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
-    geometry: Any = geometry_of(node)
+    geometry: Any = geometry_of(node) if causal is None else causal.geometry()
+    fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
+    if arguments_of(node)[6]:
+        fields["output_padding"] = tuple(arguments_of(node)[7])
     if node.target is CONVOLUTION:
-        return Call(geometry, hints=(hints["fprop"], None), wishes=wishes, **fields).text()
+        return Call(geometry, hints=(hints["fprop"], None), **fields).text()
     both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
-    return Call(geometry, hints=both, wishes=wishes, mask=mask).text()
+    return Call(geometry, hints=both, mask=mask, **fields).text()
 
 
 def _hint(site: Site) -> Assignment | None:
@@ -109,25 +124,39 @@ def _hint(site: Site) -> Assignment | None:
     return Assignment(site.problem, candidate)
 
 
-def site_of(node: fx.Node, direction: str, **fields: Any) -> Site:
+def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **fields: Any) -> Site:
     """Return the site of a convolution, or of a direction of its backward, with its problem or why
     there is none; `fields` are further ones of the problem."""
     arguments = arguments_of(node)
     image, filters = map(val_of, arguments[:2])
     site, geometry = Site(name_of(node), direction), geometry_of(node)
+    if causal is not None:
+        image, geometry = val_of(causal.x), causal.geometry()
+        fields["cut"] = causal.cut
     sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
-    if arguments[6]:
-        site.why = "transposed"
-    elif geometry is None or len(filter_sizes) != filters.dim():
+    if arguments[6]:  # its result is the gradient of an image
+        sizes = sizes_of(val_of(node if node.target is CONVOLUTION else node.args[0]))
+        direction = TURNED[direction]
+        fields |= {"bias": False} if direction == "wgrad" else {}
+        if not all(type(n) is int for n in arguments[7]):
+            geometry = None
+    if geometry is None or len(filter_sizes) != filters.dim():
         site.why = "a filter or geometry of an open size"
     elif image.dtype not in DTYPES:
         site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"
     elif None in sizes:
         site.why = "a size that depends on values"
     else:
-        problem = problem_of(direction, sizes, filter_sizes, image.dtype, geometry, **fields)
+        layer = (direction, sizes, filter_sizes, image.dtype, geometry)
+        problem = problem_of(*layer, layout_of(image), **fields)
         if problem is None:
             site.why = "no convolution that confpred describes"
+        elif causal is not None:
+            site.problem = problem
+        elif image.dim() != 4:
+            each = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
+            site.problem = problem
+            site.by_layout = {layout: p for layout, p in each.items() if p is not None}
         elif is_channels_last(image):
             site.problem = problem
         else:
@@ -144,11 +173,11 @@ def arguments_of(node: fx.Node) -> tuple[Any, ...]:
 
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
-    them is of an open size, or they are not those of an image."""
-    _, _, _, *pairs, _, _, groups = arguments_of(node)[:9]
-    stride, padding, dilation = pairs = [tuple(v) for v in pairs]
-    numbers = [*stride, *padding, *dilation, groups]
-    if any(len(pair) != 2 for pair in pairs) or not all(type(n) is int for n in numbers):
+    them is of an open size, or has not a number for each spatial dimension."""
+    _, filters, _, *axes, _, _, groups = arguments_of(node)[:9]
+    stride, padding, dilation = axes = [tuple(v) for v in axes]
+    numbers, rank = [*stride, *padding, *dilation, groups], val_of(filters).dim() - 2
+    if any(len(axis) != rank for axis in axes) or not all(type(n) is int for n in numbers):
         return None
     return stride, padding, dilation, groups
 
@@ -160,8 +189,14 @@ def sizes_of(image: Tensor) -> list[Any]:
 
 
 def is_image(node: Any) -> bool:
+    """Return whether `node` is a batch of lines, images or volumes with channels."""
     val = val_of(node) if isinstance(node, fx.Node) else None
-    return isinstance(val, Tensor) and val.dim() == 4
+    return isinstance(val, Tensor) and 3 <= val.dim() <= 2 + MAX_RANK
+
+
+def is_convolution(problem: Record | None) -> TypeGuard[Problem | ConvNd]:
+    """Return whether `problem` is of a convolution."""
+    return isinstance(problem, (Problem, ConvNd))
 
 
 def name_of(node: fx.Node) -> str:

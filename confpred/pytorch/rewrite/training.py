@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
-from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite import causal, following, sites
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -40,6 +40,7 @@ def serve_convolutions(
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
     Inductor computes the rest."""
+    found = causal.serve(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -52,12 +53,17 @@ def serve_convolutions(
         else:
             mask: Any = node.args[10]
             sums = mask[2] and isinstance(groups, int) and sums_bias(groups)
-            fields = {"bias": sums, "deterministic": is_deterministic()}
+            fields: Any = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
         put = partial(_replace_convolution, node, own, wishes, compiled)
-        matches.append(sites.Match(own, put))
-    return sites.choose_and_replace(graph, matches, choose)
+        ends: Any = ()
+        if any(site.by_layout for site in own):
+            ends = ([image], [node])
+            if node.target is sites.CONVOLUTION_BACKWARD:
+                ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
+        matches.append(Match(own, put, *ends))
+    return found + choose_and_replace(graph, matches, choose)
 
 
 def _replace_convolution(
@@ -79,14 +85,15 @@ def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
     """Let a sum of its own compute the gradient of the bias, where no kernel does on its way: the
     operator's would be PyTorch's, which is several times as slow as Inductor's."""
     mask: Any = node.args[10]
-    summing = [s for s in own if isinstance(s.problem, Problem) and s.problem.bias]
+    summing = [s for s in own if sites.is_convolution(s.problem) and s.problem.bias]
     if not mask[2] or any(site.is_ours for site in summing):
         return
     node.args = (*node.args[:10], [*mask[:2], False])
     for site in summing:
         site.problem = replace(site.problem, bias=False)  # type: ignore[type-var]
     for item in [item for item in node.users if item.args[1] == 2]:
-        put_in_place(item, aten.sum.dim_IntList, (node.args[0], [0, 2, 3]))
+        axes = [0, *range(2, val_of(node.args[0]).dim())]
+        put_in_place(item, aten.sum.dim_IntList, (node.args[0], axes))
 
 
 def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
@@ -102,8 +109,8 @@ def serve_norms(graph: fx.Graph, choose: choosing.Choose) -> list[sites.Site]:
             both = [_site(chain, direction) for direction in ("forward", "backward")]
             if all(site.problem for site in both):
                 put = partial(_replace_norm, chain, node, both, numbers)
-                matches.append(sites.Match(both, put))
-    return sites.choose_and_replace(graph, matches, choose)
+                matches.append(Match(both, put))
+    return choose_and_replace(graph, matches, choose)
 
 
 def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:
@@ -127,7 +134,9 @@ def _norm(backward: fx.Node, claimed: set[fx.Node]) -> following.Chain | None:
     ):  # fmt: skip
         return None
     images = val_of(x), val_of(items[0])  # that kernels read and write
-    if images[0].dtype not in DTYPES or not all(map(is_channels_last, images)):
+    if images[0].dtype not in DTYPES or images[0].dim() != 4:
+        return None
+    if not all(map(is_channels_last, images)):
         return None
     plain = following.Chain((norm, items[0]), norm)
     whole = following.follow(plain, (_sum_after, partial(_activation_after, backward)), claimed)

@@ -22,6 +22,7 @@ from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret
 from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
@@ -162,7 +163,7 @@ def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
     """Return `limits`, without TF32 where PyTorch's switch forbids it for convolutions."""
-    is_single = isinstance(problem, Problem) and problem.dtype == "float32"
+    is_single = isinstance(problem, (Problem, ConvNd)) and problem.dtype == "float32"
     if is_single and limits.tf32 and not convolutions_allow_tf32():
         return replace(limits, tf32=False)
     return limits
@@ -234,7 +235,8 @@ def device_of(ordinal: int) -> Device | None:
 
 def pytorch_ms(problem: Record, device: Device) -> float | None:
     """Return the milliseconds that PyTorch's operator is expected to take for `problem`."""
-    return current_predictor().expected_ms(problem, device, PYTORCH_OPERATOR)
+    predictor = current_predictor(operation_of(problem).name)
+    return predictor.expected_ms(problem, device, PYTORCH_OPERATOR)
 
 
 @contextmanager
@@ -263,6 +265,8 @@ def announce(choice: Choice) -> None:
 def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
     if choice.is_guess:  # which is not enough
+        if isinstance(choice.problem, ConvNd):
+            return f"{choice.problem.grouping} layers were never sampled"
         dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
         return "dense layers were never sampled" if dense else "no model for this device"
     if choice.source == "fallback":

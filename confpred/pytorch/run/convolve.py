@@ -1,7 +1,8 @@
 """Convolution of plain tensors, without a record of gradients: forward, and both gradients.
 
 The launch for tensors of some sizes is of a candidate that was chosen when a graph was captured
-(`Hint`), else of one that is chosen now and kept, else PyTorch's operator.
+(`Hint`), else of one that is chosen now and kept, else PyTorch's operator. A line or volume that is
+the same computation as one of images (`ConvNd.as_conv2d`) is launched as such, on views.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from confpred.errors import InvalidProblem
 from confpred.launch.assignment import MOST_READ, Assignment, text_of
 from confpred.problem.activation import activated
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv import CONV, MAX_RANK, ConvNd
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.run import library, loading
@@ -31,13 +34,16 @@ from confpred.pytorch.run.loading import (
     alike,
     dense,
     is_channels_last,
+    layout_of,
 )
 from confpred.pytorch.run.pointwise import apply_epilogue
 
-Pair = tuple[int, int]
-Geometry = tuple[Pair, Pair, Pair, int]  # stride, padding, dilation, groups
+Axes = tuple[int, ...]  # a number for each spatial dimension
+Geometry = tuple[Axes, Axes, Axes, int]  # stride, padding, dilation, groups
 Mask = tuple[bool, bool, bool]  # which gradients of x, weight and bias are asked for
 Grads = tuple["Tensor | None", ...]  # of x, weight and bias
+#: Directions of transposed layers' problems by directions of the network.
+TURNED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class Call:
         hints: what was assigned when a graph was captured, to the forward pass, or to the gradients
             of x and of weight; launched where the problem is the same.
         wishes: for choices made now.
+        cut: how many places are left out at the end of the last axis; as of `ConvNd`.
+        output_padding: of a transposed convolution; none of others.
     """
 
     geometry: Geometry
@@ -57,51 +65,111 @@ class Call:
     mask: Mask = (False, False, False)
     hints: tuple[Assignment | None, ...] = (None, None)
     wishes: Wishes = ANY
+    cut: int = 0
+    output_padding: Axes = ()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Arguments of ``aten::convolution`` behind its tensors."""
         stride, padding, dilation, groups = self.geometry
-        return stride, padding, dilation, False, (0, 0), groups
+        more = self.output_padding or (0,) * len(stride)
+        return stride, padding, dilation, bool(self.output_padding), more, groups
+
+    def biases(self, weight: Tensor) -> int:
+        """Return how many channels the result has: a transposed layer has its filters turned."""
+        return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
+
+    def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:
+        """Return the shape of the layer's image, as of `layer_of`: that of `x`, or of the result of
+        a transposed layer, which is the gradient of an image."""
+        if not self.output_padding:
+            return x.shape
+        sides = (x.shape[2:], weight.shape[2:], *self.geometry[:3], self.output_padding)
+        sizes = (
+            (size - 1) * stride - 2 * padding + dilation * (window - 1) + more + 1
+            for size, window, stride, padding, dilation, more in zip(*sides, strict=True)
+        )
+        return x.shape[0], self.biases(weight), *sizes
+
+    def direction(self, name: str) -> str:
+        """Return the direction of the problem for a direction of the network."""
+        return TURNED[name] if self.output_padding else name
 
     def text(self) -> str:
         """Return this call as one text; `read` is the way back."""
         hints = [hint and hint.to_json() for hint in self.hints]
+        common = [self.geometry, self.activation, self.mask, hints]
         limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
-        return text_of([self.geometry, self.activation, self.mask, hints, limits, max_regret])
+        rare = (self.cut, self.output_padding)
+        return text_of([*common, limits, max_regret, *(rare if any(rare) else ())])
 
     @staticmethod
     @lru_cache(MOST_READ)
     def read(text: str) -> Call:
         """Return the call whose `text` this is."""
-        (*pairs, groups), activation, mask, hints, limits, max_regret = json.loads(text)
+        (*axes, groups), activation, mask, hints, limits, max_regret, *rare = json.loads(text)
+        cut, more = rare or (0, ())
         return Call(
-            (*map(tuple, pairs), groups), activation, tuple(mask),
+            (*map(tuple, axes), groups), activation, tuple(mask),
             tuple(hint and Assignment.from_json(hint) for hint in hints),
-            Wishes(Limits(*limits), max_regret),
+            Wishes(Limits(*limits), max_regret), cut, tuple(more),
         )  # fmt: skip
 
 
-def problem_of(
+def layer_of(
     direction: str, image: Sequence[int], filters: Sequence[int], dtype: torch.dtype,
-    geometry: Geometry, **epilogue: Any,
-) -> Problem | None:  # fmt: skip
-    """Return the problem of a layer; None for what no confpred kernel is made for. `image` and
-    `filters` are N, C, H, W and K, C / groups, R, S in every direction."""
+    geometry: Geometry, layout: str = "channels_last", **fields: Any,
+) -> Problem | ConvNd | None:  # fmt: skip
+    """Return what is computed of a layer of any rank; None for what nobody describes. `image` and
+    `filters` are N, C, ... and K, C / groups, ... in every direction; `fields` are further ones."""
     stride, padding, dilation, groups = geometry
-    if dtype not in DTYPES or len(image) != 4 or len(filters) != 4:
+    rank = len(filters) - 2
+    if dtype not in DTYPES or len(image) != len(filters) or not 1 <= rank <= MAX_RANK:
         return None
     if groups < 1 or image[1] != filters[1] * groups:
         return None  # PyTorch's own error message is the one that its users know
-    n, c, h, w = image
-    k, _, r, s = filters
+    fields |= {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    fields |= {"dtype": DTYPES[dtype], "direction": direction, "k": filters[0]}
+    (n, c, *sizes), windows = image, filters[2:]
+    for axes, values in (("dhw", sizes), ("trs", windows)):
+        fields |= dict(zip(axes[-rank:], values, strict=True))
     try:
-        return Problem(
-            n, c, h, w, k, r, s, stride=stride, padding=padding, dilation=dilation, groups=groups,
-            dtype=DTYPES[dtype], direction=direction, **epilogue,
-        )  # fmt: skip
+        if rank == 2 and not (direction == "dgrad" and fields.get("bias")):
+            return Problem(n, c, **fields)
+        return ConvNd(n, c, rank=rank, layout=layout, **fields)
     except InvalidProblem:  # a size is out of range, or the output would be empty
         return None
+
+
+def problem_of(*layer: Any, **fields: Any) -> Problem | ConvNd | None:
+    """Return the problem that is chosen for, of a layer as of `layer_of`: of images where one of
+    them is the same."""
+    found = layer_of(*layer, **fields)
+    return found.as_conv2d() or found if isinstance(found, ConvNd) else found
+
+
+class OnImages:
+    """The launch of a problem of images, on tensors of another rank that lie in the same memory."""
+
+    def __init__(self, ready: ReadyLaunch | FusedOperator, layer: ConvNd) -> None:
+        self.assignment, self._ready = ready.assignment, ready
+        problem: Any = ready.assignment.problem
+        self._inputs = [o.shape for o in CONVOLUTION.operands(problem) if not o.terms]
+        self._outputs = [o.shape for o in CONV.operands(layer) if o.terms]
+
+    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+        """Compute as `ReadyLaunch.run` does."""
+        given = [t for t in inputs if t is not None]
+        images = map(self._viewed, given, self._inputs)
+        return list(map(self._viewed, self._ready.run(*images), self._outputs))
+
+    @staticmethod
+    def _viewed(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return `t`, channels last, with another shape, whose channels are the last, too."""
+        return t if t.dim() == 1 else t.movedim(1, -1).reshape(shape).movedim(-1, 1)
+
+
+Ready = ReadyLaunch | FusedOperator | OnImages
 
 
 def sums_bias(groups: int) -> bool:
@@ -118,18 +186,20 @@ def is_deterministic() -> bool:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
-    """Compute ``activation(conv2d(x, weight, bias) + residual)`` of plain tensors; `residual` can
-    be added to shape (N, K, P, Q)."""
+    """Compute ``activation(convolution(x, weight, bias) + residual)`` of plain tensors; `residual`
+    can be added to shape (N, K, ...). The cut of `call` comes first."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
-        given = (x, weight, bias, residual)
-        return ready.run(*(None if t is None else dense(t) for t in given))[0]
+        given, layout = (x, weight, bias, residual), layout_of(x)
+        return ready.run(*(None if t is None else dense(t, layout) for t in given))[0]
     _, padding, _, groups = call.geometry
-    if residual is None and library.takes_pixels(x, weight, padding, groups):
+    is_plain = residual is None and not call.output_padding
+    if is_plain and library.takes_pixels(x, weight, padding, groups):
         return library.of_pixels(x, weight, bias, call.activation)
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
-    if not x.is_cuda or (residual is None and call.activation == "none"):
+    if call.cut or not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
+        out = out[..., : out.shape[-1] - call.cut] if call.cut else out
         return activated(call.activation, out if residual is None else out + residual)
     out = torch.convolution(x, weight, None, *call.arguments)
     if residual is None or (residual.shape == out.shape and residual.dtype is out.dtype):
@@ -139,21 +209,15 @@ def forward(
 
 def forward_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
-) -> ReadyLaunch | FusedOperator | None:
+) -> Ready | None:
     """Return the launch that `forward` takes; None for PyTorch's convolution."""
-    if not alike(x, weight, bias, residual) or not is_channels_last(x):
+    if not alike(x, weight, bias, residual) or not _is_read(x):
         return None
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != (call.biases(weight),):
         return None  # PyTorch says what is wrong
     has_bias, has_residual = bias is not None, residual is not None
     fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
-    ready: ReadyLaunch | FusedOperator | None
-    ready = _find("fprop", x, weight, call, fields)
-    if ready is not None and residual is not None:
-        p: Any = ready.assignment.problem
-        if residual.shape != (p.n, p.k, p.p, p.q):
-            return None  # one that is broadcast
-    return ready
+    return _find("fprop", x, weight, call, fields, None if residual is None else residual.shape)
 
 
 def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
@@ -162,17 +226,19 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
     grad_x = grad_weight = grad_bias = None
     if alike(out_grad, x, weight):
         run_x, run_weight = backward_launches(x, weight, call)
+        layout = layout_of(x)
         if run_x is not None or run_weight is not None:
-            out_grad = dense(out_grad)
+            out_grad = dense(out_grad, layout)
         if run_x is not None:
-            (grad_x,) = run_x.run(out_grad, dense(weight))
+            (grad_x,) = run_x.run(out_grad, dense(weight, layout), None)
         if run_weight is not None:
-            grad_weight, *more = run_weight.run(out_grad, dense(x))
+            given = (out_grad, dense(x, layout))
+            grad_weight, *more = run_weight.run(*given[:: -1 if call.output_padding else 1])
             grad_bias = more[0] if more else None
     found = (grad_x, grad_weight, grad_bias)
     left = [wanted and grad is None for wanted, grad in zip(call.mask, found, strict=True)]
     if left == [False, False, True]:
-        return grad_x, grad_weight, out_grad.sum((0, 2, 3))
+        return grad_x, grad_weight, out_grad.sum((0, *range(2, out_grad.dim())))
     if any(left):
         out_grad, x, weight = (aligned(t) for t in (out_grad, x, weight))
         rest = backward_by_pytorch(out_grad, x, weight, call, left)
@@ -184,50 +250,69 @@ def backward_by_pytorch(
     out_grad: Tensor, x: Tensor, weight: Tensor, call: Call, mask: Sequence[bool]
 ) -> Grads:
     """Compute those gradients of a convolution that `mask` asks for by PyTorch's operator."""
-    sizes = [weight.shape[0]] if mask[2] else None
+    sizes = [call.biases(weight)] if mask[2] else None
+    out_grad = F.pad(out_grad, (0, call.cut)) if call.cut else out_grad
     return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
         out_grad, x, weight, sizes, *call.arguments, list(mask)
     )
 
 
-def backward_launches(
-    x: Tensor, weight: Tensor, call: Call
-) -> tuple[ReadyLaunch | None, ReadyLaunch | None]:
+def backward_launches(x: Tensor, weight: Tensor, call: Call) -> tuple[Ready | None, Ready | None]:
     """Return the launches of the gradients of `x` and `weight`; None for PyTorch's operator."""
     run_x = run_weight = None
-    if alike(x, weight) and is_channels_last(x):
+    if alike(x, weight) and _is_read(x):
         if call.mask[0]:
             run_x = _find("dgrad", x, weight, call, {})
         if call.mask[1]:
-            bias = call.mask[2] and sums_bias(call.geometry[3])
+            bias = call.mask[2] and not call.output_padding and sums_bias(call.geometry[3])
             fields = {"bias": bias, "deterministic": is_deterministic()}
             run_weight = _find("wgrad", x, weight, call, fields)
     return run_x, run_weight
 
 
+def _is_read(x: Tensor) -> bool:
+    """Return whether kernels may read `x` as it lies: images that are channels first stay
+    PyTorch's."""
+    return x.dim() != 4 or is_channels_last(x)
+
+
 def _find(
-    direction: str, x: Tensor, weight: Tensor, call: Call, fields: dict[str, Any]
-) -> Any:  # fmt: skip
-    """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution."""
+    direction: str, x: Tensor, weight: Tensor, call: Call, fields: dict[str, Any],
+    residual: torch.Size | None = None,
+) -> Ready | None:  # fmt: skip
+    """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution, as for a
+    `residual` that is broadcast."""
     dtype, ordinal, geometry, wishes = x.dtype, x.get_device(), call.geometry, call.wishes
-    hint = call.hints[direction == "wgrad"]
+    hint, layout = call.hints[direction == "wgrad"], layout_of(x)
+    direction = call.direction(direction)
     switches = (
         dtype is torch.float32 and not convolutions_allow_tf32(), torch.backends.cudnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     key = (
         direction, x.shape, weight.shape, dtype, ordinal, geometry, *fields.values(), *switches,
-        hint, wishes,
+        hint, wishes, layout, call.cut, call.output_padding, residual,
     )  # fmt: skip
 
-    def find() -> ReadyLaunch | FusedOperator | None:
-        problem = problem_of(direction, x.shape, weight.shape, dtype, geometry, **fields)
-        if problem is None:
+    def find() -> Ready | None:
+        sizes = (direction, call.image(x, weight), weight.shape, dtype, geometry, layout)
+        more: Any = fields | ({"cut": call.cut} if call.cut else {})
+        layer = layer_of(*sizes, **more)
+        if layer is None or (residual is not None and residual != _result_shape(layer)):
             return None
+        problem = layer if isinstance(layer, Problem) else layer.as_conv2d() or layer
         if hint is not None and hint.problem == problem:
             ready = loading.load(hint, ordinal, wishes.limits)
         else:  # a kernel that was chosen for other sizes or switches may not be legal
             ready = loading.choose_and_load(problem, ordinal, wishes)
-        return ready or FusedOperator.of(problem)
+        if isinstance(problem, ConvNd):
+            return ready
+        found = ready or FusedOperator.of(problem)
+        return found if found is None or isinstance(layer, Problem) else OnImages(found, layer)
 
     return kept(key, find)
+
+
+def _result_shape(layer: Problem | ConvNd) -> tuple[int, ...]:
+    sizes = layer.output_shape[-layer.rank :] if isinstance(layer, ConvNd) else (layer.p, layer.q)
+    return layer.n, layer.k, *sizes

@@ -57,17 +57,19 @@ def fold(
     filter and bias, or scale and shift where there is no filter.
 
     `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and
-    (K, C / groups, R, S); `dtypes` those of the activations, such as ``float16``.
+    (K, C / groups, ...); `dtypes` those of the activations, such as ``float16``.
     """
-    layers = list(zip(gammas, betas, means, variances, biases, filters, strict=True))
     each = zip(means, filters, dtypes, strict=True)
-    out = [t for mean, filter, dtype in each for t in empty(mean, filter, dtype)]
+    results = [t for mean, filter, dtype in each for t in empty(mean, filter, dtype)]
+    out = [_of_image(t) for t in results]
+    of_images = [None if t is None else _of_image(t) for t in filters]
+    layers = list(zip(gammas, betas, means, variances, biases, of_images, strict=True))
     if _can_launch(layers, out):
         try:
             for start in range(0, len(layers), LAYERS):
                 part = slice(start, start + LAYERS)
                 _launch(layers[part], eps[part], out[2 * start : 2 * (start + LAYERS)])
-            return out
+            return results
         except ConfpredError as error:
             log.warning("folding batch norms by PyTorch's operators: %s", error)
     for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
@@ -77,7 +79,7 @@ def fold(
         shift = shift * scale
         out[2 * i + 1].copy_(shift if beta is None else shift + beta.float())
         out[2 * i].copy_(scale if filter is None else filter.float() * scale.view(-1, 1, 1, 1))
-    return out
+    return results
 
 
 def loses_precision(gamma: Tensor | None, variance: Tensor, filter: Tensor, eps: float) -> bool:
@@ -103,7 +105,14 @@ def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tens
     second = torch.empty_like(mean, dtype=kind)
     if filter is None:
         return torch.empty_like(second), second
-    return torch.empty_like(filter, dtype=kind, memory_format=CHANNELS_LAST), second
+    rows, columns, *axes = filter.shape
+    return filter.new_empty(rows, *axes, columns, dtype=kind).movedim(-1, 1), second
+
+
+def _of_image(t: Tensor) -> Tensor:
+    """Return a filter of any rank as that of an image. It has its memory where it is channels last
+    or first: a line is of height 1, and a volume's depth and height are one axis."""
+    return t.unsqueeze(2) if t.dim() == 3 else t.flatten(2, 3) if t.dim() == 5 else t
 
 
 def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ image, as in squeeze-and-excite, is a product, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ def _refuses_products() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def takes_pixels(x: Tensor, weight: Tensor, padding: tuple[int, int], groups: int) -> bool:
+def takes_pixels(x: Tensor, weight: Tensor, padding: Sequence[int], groups: int) -> bool:
     """Return whether a convolution is a product of one pixel an image, in half precision."""
     sides = (*x.shape[2:], *weight.shape[2:])
-    is_pixel = all(isinstance(side, int) and side == 1 for side in sides) and padding == (0, 0)
+    is_pixel = all(isinstance(side, int) and side == 1 for side in sides) and not any(padding)
     return is_pixel and groups == 1 and x.dtype in HALF and not _refuses_products()
 
 
 def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Return ``activation(conv2d(x, weight, bias))`` for shapes (N, C, 1, 1) and (K, C, 1, 1)."""
+    """Return ``activation(convolution(x, weight, bias))`` for shapes (N, C, 1, ...) and
+    (K, C, 1, ...)."""
     rows, columns = x.reshape(x.shape[:2]), weight.reshape(weight.shape[:2]).t()
     if bias is None:
         out = torch.mm(rows, columns)
@@ -52,7 +54,7 @@ def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
         out, activation = torch._addmm_activation(bias, rows, columns), "none"
     else:
         out = torch.addmm(bias, rows, columns)
-    return apply_epilogue(out.view(*out.shape, 1, 1), None, None, activation)
+    return apply_epilogue(out.view(*out.shape, *x.shape[2:]), None, None, activation)
 
 
 class FusedOperator:

@@ -28,6 +28,8 @@ from confpred.pytorch.run.choosing import ANY, Wishes, is_ours, kept, limits_for
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 CHANNELS_LAST = torch.channels_last
+#: Memory formats with the channels last, by the number of dimensions; lines have none.
+LAST_FORMATS = {4: CHANNELS_LAST, 5: torch.channels_last_3d}
 NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
 ALIGNMENT = 16  # bytes; the kernels load this much at a time
 #: The handle of the current stream of a CUDA device, without the object that PyTorch makes of it.
@@ -56,8 +58,12 @@ class ReadyLaunch:
     def __init__(self, assignment: Assignment, runner: Runner, ordinal: int) -> None:
         self.assignment, self._ordinal = assignment, ordinal
         self._enqueue, self._takes_tensors = runner.enqueue, runner.takes_tensors
-        operands = operation_of(assignment.problem).operands(assignment.problem)  # outputs first
-        self._outputs = [(*_layout(o.shape), getattr(torch, o.dtype)) for o in operands if o.terms]
+        problem: Any = assignment.problem
+        operands = operation_of(problem).operands(problem)  # outputs first
+        layout = getattr(problem, "layout", "channels_last")
+        self._outputs = [
+            (*_strided(o.shape, layout), getattr(torch, o.dtype)) for o in operands if o.terms
+        ]
         self._workspaces = [
             (size, torch.zeros if name == ZEROED else torch.empty)
             for name, size in workspaces(runner.launch).items()
@@ -101,13 +107,32 @@ def alike(x: Tensor, *others: Tensor | None) -> bool:
 def is_channels_last(x: Tensor) -> bool:
     """Return whether `x` is dense with its channels last, beyond doubt: a tensor of one channel or
     one pixel is dense in either layout, and PyTorch takes it for one with its channels first."""
-    return x.dim() == 4 and x.is_contiguous(memory_format=CHANNELS_LAST) and not x.is_contiguous()
+    return lies_channels_last(x) and not x.is_contiguous()
 
 
-def dense(t: Tensor) -> Tensor:
-    """Return `t` as the kernels read it: channels last, or a dense vector; no negative view."""
-    layout = CHANNELS_LAST if t.dim() == 4 else torch.contiguous_format
-    return t.resolve_neg().contiguous(memory_format=layout)
+def lies_channels_last(x: Tensor) -> bool:
+    """Return whether `x`, of one, two or three spatial dimensions, is dense with its channels
+    last."""
+    if x.dim() == 3:
+        return x.mT.is_contiguous()
+    layout = LAST_FORMATS.get(x.dim())
+    return layout is not None and x.is_contiguous(memory_format=layout)
+
+
+def layout_of(x: Tensor) -> str:
+    """Return the layout that confpred's operators give to the results for an input `x`: its own, as
+    PyTorch gives the results of images; images are always channels last."""
+    return "channels_last" if x.dim() == 4 or is_channels_last(x) else "channels_first"
+
+
+def dense(t: Tensor, layout: str = "channels_last") -> Tensor:
+    """Return `t` as kernels of a `layout` read it, or a dense vector; no negative view."""
+    t = t.resolve_neg()
+    if layout != "channels_last":
+        return t.contiguous()
+    if t.dim() == 3:
+        return t.mT.contiguous().mT
+    return t.contiguous(memory_format=LAST_FORMATS.get(t.dim(), torch.contiguous_format))
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -115,11 +140,11 @@ def aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.preserve_format) if t.data_ptr() % ALIGNMENT else t
 
 
-def _layout(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _strided(shape: Sequence[int], layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides, as PyTorch counts them, of an operand whose dense shape is
-    `shape`: an image or filter has its channels last."""
+    `shape`; a matrix or vector has no channels."""
     t = torch.empty(tuple(shape), device="meta")
-    t = t.permute(0, 3, 1, 2) if len(shape) == 4 else t
+    t = t.movedim(-1, 1) if len(shape) > 2 and layout == "channels_last" else t
     return tuple(t.shape), t.stride()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from confpred.pytorch.run import convolve, norms, pointwise
 from confpred.pytorch.run import fold as folding
 from confpred.pytorch.run.convolve import Call
-from confpred.pytorch.run.loading import CHANNELS_LAST, dense
+from confpred.pytorch.run.loading import CHANNELS_LAST, dense, layout_of
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 # Kernels read one layout: Inductor keeps the strides that the graph was captured with.
@@ -36,24 +36,36 @@ def _conv2d(
 ) -> Tensor:  # fmt: skip
     found = Call.read(call)
     if scale is None or bias is None:
-        return convolve.forward(x, weight, bias, residual, found)
-    out = torch.convolution(x, weight, None, *found.arguments)
+        return _as_promised(x, convolve.forward(x, weight, bias, residual, found))
+    out = _as_promised(x, torch.convolution(x, weight, None, *found.arguments))
     return pointwise.scale_shift(out, scale, bias, residual, found.activation, in_place=True)
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    return torch.convolution(x, weight, None, *Call.read(others[-1]).arguments)
+    call = Call.read(others[-1])
+    out = torch.convolution(x, weight, None, *call.arguments)
+    return _as_promised(x, out[..., : out.shape[-1] - call.cut] if call.cut else out)
+
+
+def _as_promised(x: Tensor, out: Tensor) -> Tensor:
+    """Return the result for input `x` in the layout that the graph was told: as PyTorch's operator
+    returns images; lines and volumes have that of `x`."""
+    return out if x.dim() == 4 else dense(out, layout_of(x))
 
 
 def _conv2d_backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: str) -> tuple[Tensor, ...]:
     grads = convolve.backward(out_grad, x, weight, Call.read(call))
     # A schema has no optional result, and the strides are those that were promised.
-    return tuple(x.new_empty(0) if grad is None else dense(grad) for grad in grads)
+    return tuple(x.new_empty(0) if grad is None else dense(grad, layout_of(x)) for grad in grads)
 
 
 def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tuple[Tensor, ...]:
-    like = (torch.empty_like(t, memory_format=CHANNELS_LAST) for t in (x, weight))
-    each = zip((*like, x.new_empty(weight.shape[0])), Call.read(call).mask, strict=True)
+    like = (
+        torch.empty_like(t, memory_format=CHANNELS_LAST) if t.dim() == 4
+        else dense(torch.empty_like(t), layout_of(x)) for t in (x, weight)
+    )  # fmt: skip
+    found = Call.read(call)
+    each = zip((*like, x.new_empty(found.biases(weight))), found.mask, strict=True)
     return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
 
 

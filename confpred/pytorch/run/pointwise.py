@@ -18,7 +18,13 @@ from confpred.launch.kernels import Enqueue, bound
 from confpred.problem.activation import ACTIVATIONS, activated
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.choosing import kept
-from confpred.pytorch.run.loading import ALIGNMENT, CHANNELS_LAST, DTYPES, alike, in_context
+from confpred.pytorch.run.loading import (
+    ALIGNMENT,
+    DTYPES,
+    alike,
+    in_context,
+    lies_channels_last,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +41,7 @@ def activation_named(name: str | None) -> str:
 def apply_epilogue(
     out: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
 ) -> Tensor:
-    """Compute ``activation(out + bias + residual)`` in place of `out`, shape (N, K, P, Q), to which
+    """Compute ``activation(out + bias + residual)`` in place of `out`, shape (N, K, ...), to which
     nothing else refers. No gradient is recorded. Arithmetic is in float32, rounded once, where
     `can_apply` says so.
     """
@@ -84,9 +90,11 @@ def scale_shift(
 def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     """Return whether a kernel can take these tensors: of one CUDA device and dtype, aligned, not
     empty nor too large; `out` and `residual` dense, channels last and of one shape."""
-    if out.dtype not in DTYPES or out.dim() != 4 or not alike(out, bias, residual):
+    if out.dtype not in DTYPES or not alike(out, bias, residual):
         return False
     images = [out] if residual is None else [out, residual]
+    if not all(map(lies_channels_last, images)):
+        return False
     channels = out.shape[1]
     if bias is not None and (
         bias.shape != (channels,) or not bias.is_contiguous() or bias.is_neg()
@@ -96,7 +104,6 @@ def can_apply(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool
         0 < out.numel() <= MOST_ROWS * channels
         and channels <= MOST_CHANNELS
         and all(t.shape == out.shape for t in images)
-        and all(t.is_contiguous(memory_format=CHANNELS_LAST) for t in images)
         and not any(t.data_ptr() % ALIGNMENT or t.is_neg() for t in images)
     )
 

@@ -34,7 +34,7 @@ MARKS = {
     "pytorch": {"run: optimize", "run: enabled", "run: gpu"},
 }
 PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in MARKS}
-MOST_WORDS = 900  # of docs/pytorch.md
+MOST_WORDS = 930  # of docs/pytorch.md
 
 
 def blocks(page: str) -> dict[str, Block]:

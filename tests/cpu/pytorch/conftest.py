@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from hazards.base import failed_passes
-from torch import fx
+from torch import Tensor, fx
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import operation_of
+from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.norm import BatchNorm
+from confpred.problem.record import Record
 from confpred.pytorch import backend
+from confpred.pytorch.run import choosing, convolve, loading
 
 KERNEL, NORM_KERNEL = Candidate("cudnn", 1), Candidate("batch_norm_two_pass", 0)
 
@@ -99,6 +103,51 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
     monkeypatch.setattr(backend, "graphed", seen.graphed)  # CUDA graphs need a GPU
     return seen
+
+
+class Launched:
+    """A launch whose candidate is PyTorch's operator; operands lie as kernels read them."""
+
+    def __init__(self, assignment: Assignment, launches: list[Record]) -> None:
+        self.assignment, self._launches = assignment, launches
+
+    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+        problem: Any = self.assignment.problem
+        self._launches.append(problem)
+        layout, operation = getattr(problem, "layout", "channels_last"), operation_of(problem)
+        outputs = [o for o in operation.operands(problem) if o.terms]
+        operands = [o for o in operation.operands(problem) if not o.terms]
+        given: dict[str, Tensor] = {}
+        for operand, t in zip(operands, [t for t in inputs if t is not None], strict=True):
+            lies = t.movedim(1, -1) if t.dim() > 1 and layout == "channels_last" else t
+            assert (tuple(lies.shape), lies.is_contiguous()) == (operand.shape, True)
+            given[operand.name] = lies
+        found: Any = operation.pytorch(problem, given)
+        made = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+        results = [loading.dense(t, layout) for t in made]
+        for operand, t in zip(outputs, results, strict=True):
+            lies = t.movedim(1, -1) if t.dim() > 1 and layout == "channels_last" else t
+            assert tuple(lies.shape) == operand.shape
+        return results
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+    """Problems that were launched: on tensors of the CPU as on those of a GPU, by PyTorch's
+    operators in the place of kernels."""
+    found: list[Record] = []
+
+    def load(assignment: Assignment, *_: Any) -> Launched | None:
+        is_ours = assignment.candidate != PYTORCH_OPERATOR
+        return Launched(assignment, found) if is_ours else None
+
+    monkeypatch.setattr(loading, "load", load)  # kernels need a GPU
+    chosen = lambda problem, *_: load(Assignment(problem, KERNEL))  # noqa: E731
+    monkeypatch.setattr(loading, "choose_and_load", chosen)  # no model has these layers
+    monkeypatch.setattr(convolve, "alike", lambda x, *others: True)  # there is no GPU
+    choosing.forget()
+    yield found
+    choosing.forget()
 
 
 @pytest.fixture(autouse=True)

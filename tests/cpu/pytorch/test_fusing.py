@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from network_blocks import BLOCKS, CONV, FOLD, LAST, PLAIN, SHIFT, Around, images, made
 from torch import Tensor, nn
 
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 from confpred.problem.device import get_device
 from confpred.pytorch import explain
@@ -211,14 +212,20 @@ def test_a_residual_of_another_layout_stays_a_sum(captured) -> None:
     assert captured.of("inference").count("aten.add.Tensor") == 1
 
 
-def test_a_transposed_convolution_stays_pytorchs(captured) -> None:
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_transposed_convolution_is_a_gradient_of_an_image(captured, wins) -> None:
+    """Operators behind it become a pass of their own."""
+    captured.wins = lambda problem: wins
     run(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
                       nn.ReLU()))  # fmt: skip
-    assert captured.asked == []
-    assert captured.of("inference").targets() == [FOLD, PLAIN, SHIFT]
+    ((problem,),) = captured.asked
+    assert problem.direction == "dgrad"
+    assert captured.of("inference").targets() == [FOLD, CONV if wins else PLAIN, SHIFT]
 
 
-def test_other_numbers_of_dimensions_stay_pytorchs(captured) -> None:
+def test_lines_and_volumes_are_fused_as_images_are(captured) -> None:
+    """A norm of vectors stays PyTorch's."""
+
     def forward(m: Around, x: Tensor) -> Tensor:
         y, z = m.line(x.flatten(2)), m.volume(x.reshape(2, 2, 4, 7, 5))
         return y.sum() + z.sum() + m.flat(x.mean((2, 3))).sum()
@@ -227,8 +234,8 @@ def test_other_numbers_of_dimensions_stay_pytorchs(captured) -> None:
     volume = nn.Sequential(nn.Conv3d(2, 2, 1), nn.BatchNorm3d(2), nn.ReLU())
     run(Around(forward, line=line, volume=volume, flat=nn.BatchNorm1d(8)))
     done = captured.of("inference")
-    assert captured.asked == []
-    assert (done.count(NORM), done.count(CONV), done.count(SHIFT)) == (3, 0, 0)
+    assert {type(problem) for problem in captured.asked[0]} == {Problem, ConvNd}
+    assert (done.count(NORM), done.count(CONV), done.count(SHIFT)) == (1, 2, 0)
 
 
 def test_float64_stays_pytorchs(captured) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hazards import HAZARDS, compare
+from hazards import HAZARDS, compare, ranks
 from network_blocks import LAST, Around, image, made
 from slow import slow_but
 from torch import Tensor, nn
@@ -166,7 +166,11 @@ FAST = (
     "control_flow_operators", "gradients_viewed_flat", "methods_of_a_class_replaced",
     "one_norm_for_several_tensors", "one_value_a_channel", "operators_that_read_memory_in_order",
 )  # fmt: skip
-ON_THE_CPU = [name for name, found in HAZARDS.items() if not found.needs_gpu]
+#: Those of lines and volumes are in ``test_ranks.py``, where launches are seen.
+ON_THE_CPU = [
+    name for name, found in HAZARDS.items()
+    if not found.needs_gpu and found.program.__module__ != ranks.__name__
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, ON_THE_CPU, "it captures a hundred programs"))

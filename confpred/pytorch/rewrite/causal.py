@@ -1,0 +1,169 @@
+"""Causal convolutions of lines: a padding on the left, or a cut at the end, is part of the problem.
+
+    pad (left, zeros) -> convolution, and its backward -> gradient of the pad
+    convolution (padded on both sides) -> slice, and gradient of the slice -> its backward
+
+One kernel computes either. Where none is chosen, the graph stays as it is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from confpred.problem.conv2d import output_size
+from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace
+from confpred.pytorch.rewrite.passes import put_in_place, val_of
+from confpred.pytorch.rewrite.sites import Causal
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.convolve import is_deterministic, sums_bias
+from confpred.pytorch.run.loading import layout_of
+
+aten, confpred = torch.ops.aten, torch.ops.confpred
+_PATTERNS = (following.sum_after, following.activation_after)
+
+
+def serve(
+    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, *, fuses: bool
+) -> list[sites.Site]:
+    """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
+    says whether what follows a layer becomes a part of it, as in inference."""
+    matches: list[Match] = []
+    claimed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
+        if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
+            found = padded(node) or cut(node)
+            if found is not None:
+                matches.append(_match(found, wishes, fuses, claimed))
+    matches.reverse()
+    if matches:
+        choose_and_replace(graph, matches, choose)
+    served = [match.sites for match in matches if any(site.is_ours for site in match.sites)]
+    return [site for own in served for site in own]
+
+
+def padded(node: fx.Node) -> Causal | None:
+    """Return a convolution, or its backward, whose input is padded with zeros on the left."""
+    geometry, pad = _geometry(node), sites.arguments_of(node)[0]
+    if geometry is None or pad.target is not aten.constant_pad_nd.default:
+        return None
+    stride, padding, dilation, window = geometry
+    x, amounts, *value = pad.args
+    if padding or amounts[1:] != [0] or type(amounts[0]) is not int or any(value):
+        return None
+    left, size = amounts[0], val_of(x).shape[-1]
+    if left < 1 or layout_of(val_of(x)) != "channels_first":
+        return None
+    extra = left  # places of the result, if the input were padded on both sides
+    if stride != 1:
+        if not isinstance(size, int):
+            return None
+        extra = output_size(size, window, stride, left, dilation)
+        extra -= output_size(size + left, window, stride, 0, dilation)
+    if node.target is sites.CONVOLUTION:
+        return Causal(node, left, extra, pad, node)
+    grads = [user for item in node.users if item.args[1] == 0 for user in item.users]
+    if any(_arguments(user) != (aten.constant_pad_nd.default, ([-left, 0],)) for user in grads):
+        return None
+    return Causal(node, left, extra, pad, node, tuple(grads))
+
+
+def cut(node: fx.Node) -> Causal | None:
+    """Return a convolution with what cuts its result, or its backward with the gradient of that."""
+    geometry, x = _geometry(node), sites.arguments_of(node)[0]
+    if geometry is None or layout_of(val_of(x)) != "channels_first":
+        return None
+    if node.target is sites.CONVOLUTION:
+        (user, *others) = node.users
+        places = _cut_places(user, val_of(node)) if not others else None
+        return None if places is None else Causal(node, geometry[1], places, None, user)
+    spread: Any = node.args[0]
+    if spread.target is not aten.slice_backward.default:
+        return None
+    grad, _, *where = spread.args
+    places = _constant(val_of(spread).shape[-1] - val_of(grad).shape[-1])
+    if where[:2] != [2, 0] or where[3:] != [1] or not places:
+        return None
+    return Causal(node, geometry[1], places, None, node)
+
+
+def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
+    """Return stride, padding, dilation and window of a convolution of lines; None of others."""
+    found, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
+    if found is None or sites.arguments_of(node)[6] or len(window) != 1:
+        return None
+    ((stride,), (padding,), (dilation,), _), (size,) = found, window
+    return (stride, padding, dilation, size) if isinstance(size, int) else None
+
+
+def _arguments(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    return node.target, tuple(list(a) if isinstance(a, (list, tuple)) else a for a in node.args[1:])
+
+
+def _cut_places(node: fx.Node, val: Any) -> int | None:
+    """Return how many places `node` cuts at the end of `val`; None where it does something else,
+    or its strides may be seen."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs:
+        return None
+    _, axis, start, _ = node.args
+    if axis not in (2, -1) or start != 0:
+        return None
+    seen = [u for u in node.users if torch.Tag.pointwise not in getattr(u.target, "tags", ())]
+    return None if seen else _constant(val.shape[-1] - val_of(node).shape[-1])
+
+
+def _constant(number: Any) -> int | None:
+    """Return a number that may be an expression of open sizes, if it is always the same."""
+    found = number if isinstance(number, int) else number.node.maybe_as_int()
+    return found or None
+
+
+def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
+    node = found.node
+    fields: dict[str, Any] = {"causal": found}
+    if node.target is sites.CONVOLUTION:
+        nodes = (node,) if found.last is node else (node, found.last)
+        chain = following.Chain(nodes)
+        if fuses:
+            chain = following.follow(chain, _PATTERNS, claimed)
+            claimed.update(chain.nodes)
+        bias, residual = node.args[2] is not None, chain.sum is not None
+        named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
+        site = sites.site_of(node, "fprop", **fields, **named)
+        site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
+        return Match([site], partial(_replace, found, chain, site, wishes))
+    mask: Any = node.args[10]
+    sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
+    of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
+    own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
+    own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]
+    return Match(own, partial(_replace_backward, found, own, wishes))
+
+
+def _replace(
+    found: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
+) -> None:
+    if not site.is_ours:
+        return
+    node = found.node
+    call = sites.call_of(node, [site], wishes, found, activation=chain.activation)
+    operands = (found.x, node.args[1], None, node.args[2], chain.residual)
+    put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
+
+
+def _replace_backward(found: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
+    if not any(site.is_ours for site in own):
+        return
+    node = found.node
+    call = sites.call_of(node, own, wishes, found)
+    weight = node.args[2]
+    new = put_in_place(node, confpred.conv2d_backward.default, (found.grad, found.x, weight, call))
+    for item in [item for item in new.users if item.args[1] == 0]:
+        for grad in found.unpadded:
+            grad.replace_all_uses_with(item)
+            item.meta["val"] = val_of(grad)
+            grad.graph.erase_node(grad)

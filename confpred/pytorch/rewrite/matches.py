@@ -1,0 +1,155 @@
+"""Matches of a graph: found first, then chosen for in one call, then replaced.
+
+A *match* is what one operator may replace; what is not replaced runs as PyTorch runs it. Lines and
+volumes are computed in the layout that is predicted to take less time with the copies that it
+needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from confpred.predict.choice import Choice
+from confpred.problem.conv import LAYOUTS
+from confpred.problem.device import get_device
+from confpred.problem.record import Record
+from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.run import choosing
+from confpred.pytorch.run.loading import layout_of
+
+aten = torch.ops.aten
+Choices = Mapping[Record, "Choice | None"]
+LAUNCH_MS = 1e-3  # of a pass, in a CUDA graph
+_READERS = (
+    aten.convolution.default, aten.convolution_backward.default, aten.permute.default,
+    aten.transpose.int,
+)  # fmt: skip
+_FARTHEST = 16  # operators between two convolutions
+
+
+class Match(NamedTuple):
+    """Nodes of a graph that one operator a direction may compute.
+
+    Attributes:
+        sites: what is chosen for.
+        replace: puts the operators in the place of the nodes, where the choices say so.
+        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
+            last, and computed; none of images.
+    """
+
+    sites: list[Site]
+    replace: Callable[[], None]
+    reads: Sequence[fx.Node] = ()
+    writes: Sequence[fx.Node] = ()
+
+
+def choose_and_replace(
+    graph: fx.Graph, matches: Sequence[Match], choose: choosing.Choose
+) -> list[Site]:
+    """Choose for all `matches` of `graph` in one call, replace them in place, and return their
+    sites."""
+    sites = [site for match in matches for site in match.sites]
+    asked = [p for s in sites if s.problem for p in s.by_layout.values() or (s.problem,)]
+    choices = dict(zip(asked, choose(asked) if asked else (), strict=True))
+    for site in sites:
+        site.choice = None if site.problem is None else choices[site.problem]
+    layouts = Layouts()
+    for match in matches:
+        layouts.settle(match, choices)
+    for match in matches:
+        match.replace()
+    graph.eliminate_dead_code()
+    graph.lint()
+    return sites
+
+
+class Layouts:
+    """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
+
+    def __init__(self) -> None:
+        self._there: set[tuple[fx.Node, str]] = set()  # what is read and computed, by then
+
+    def settle(self, match: Match, choices: Choices) -> None:
+        """Let the sites of `match` have their problem in the layout that takes less time."""
+        if not match.reads or any(len(site.by_layout) < len(LAYOUTS) for site in match.sites):
+            return
+        own = next(name for name in LAYOUTS if self._is_there(match.reads[-1], name))
+        (other,) = (name for name in LAYOUTS if name != own)
+        costs = {name: self._cost_ms(match, name, choices) for name in LAYOUTS}
+        of_own, of_other = costs[own], costs[other]
+        best = own
+        if of_own is not None and of_other is not None and of_other < of_own:
+            best = other if any(_is_ours(choices[s.by_layout[other]]) for s in match.sites) else own
+        for site in match.sites:
+            site.problem = site.by_layout[best]
+            site.choice = choices[site.problem]
+        if any(site.is_ours for site in match.sites):
+            there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
+            there += [(node, best) for node in (*match.reads, *match.writes)]
+            self._there.update(there)
+
+    def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
+        """Return the predicted milliseconds of `match` in a layout; None where nobody knows."""
+        total, bandwidth = 0.0, 0.0
+        for site in match.sites:
+            each = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
+            choice = each[0]
+            if choice is None:
+                return None
+            known = [c.pytorch_ms for c in each if c is not None and c.pytorch_ms is not None]
+            theirs = known[0] if known else None
+            ms = choice.predicted_ms if _is_ours(choice) else theirs
+            if ms is None:
+                return None
+            total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s
+        copied = [node for node in match.reads if not self._is_there(node, layout)]
+        copied += [
+            node for node in match.writes
+            if layout_of(val_of(node)) != layout and not self._is_free(node)
+        ]  # fmt: skip
+        for val in map(val_of, copied):
+            elements = 1
+            for size in val.shape:
+                elements *= size if isinstance(size, int) else size.node.hint or 1
+            total += LAUNCH_MS + 2e3 * elements * val.element_size() / bandwidth
+        return total
+
+    def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
+        """Return whether `node` is expected in a layout: its own, or that of what it follows."""
+        if any((node, name) in self._there for name in LAYOUTS):
+            return (node, layout) in self._there
+        if _is_pointwise(node) and depth < _FARTHEST:
+            like = val_of(node).shape
+            sources = [n for n in node.all_input_nodes if _shape(n) == like]
+            if sources:
+                return self._is_there(sources[0], layout, depth + 1)
+        return layout_of(val_of(node)) == layout
+
+    def _is_free(self, node: fx.Node, depth: int = 0) -> bool:
+        """Return whether all that reads `node` takes either layout without a copy: convolutions
+        that are chosen for, and permutations, also behind pointwise operators."""
+        return (
+            depth < _FARTHEST
+            and bool(node.users)
+            and all(
+                user.target in _READERS or (_is_pointwise(user) and self._is_free(user, depth + 1))
+                for user in node.users
+            )
+        )
+
+
+def _is_ours(choice: Choice | None) -> bool:
+    return choice is not None and choosing.why_pytorch(choice) is None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(val_of(node), "shape", None)
