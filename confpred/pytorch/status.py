@@ -96,6 +96,8 @@ class Capture:
         ordinal: the CUDA device; None where its tensors are elsewhere.
         passes: as they run.
         seconds: that compiling took.
+        kept: of ``verify="network"``: why it runs with confpred's choices or without.
+        is_rejected: whether it runs without.
         number: captures are counted in their order.
     """
 
@@ -109,12 +111,16 @@ class Capture:
     ordinal: int | None = None
     passes: list[Pass] = field(default_factory=list)
     seconds: float = 0.0
+    kept: str = ""
+    is_rejected: bool = False
     number: int = field(default_factory=itertools.count().__next__)
 
     def reason(self, site: Site) -> str:
         """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
         if site.choice is None or not site.is_ours or self.ordinal is None:
             return site.reason
+        if self.is_rejected:
+            return "slower in the whole network"
         if not loading.was_refused(site.choice, self.ordinal, self.limits):
             return ""
         lacks_cudnn = site.choice.provider == "cudnn" and find_spec("cudnn") is None
@@ -200,6 +206,7 @@ class Status:
         left: names of the layers that PyTorch computes, by reason.
         replay: of each pass, whether it is replayed as a CUDA graph, and why not.
         compilers: who compiles what confpred does not serve.
+        verified: of ``verify="network"``: why a graph runs with confpred's choices or without.
         seconds: that calls took which captured.
         remarks: what else is to be known.
     """
@@ -214,6 +221,7 @@ class Status:
     left: dict[str, tuple[str, ...]]
     replay: tuple[str, ...]
     compilers: tuple[str, ...]
+    verified: tuple[str, ...]
     seconds: float
     remarks: tuple[str, ...]
 
@@ -244,6 +252,7 @@ class Status:
             ),
             "replay": self.replay,
             "compiler": self.compilers,
+            "verify": self.verified,
             "seconds": [f"{self.seconds:.1f} in calls that captured"] if self.captures else (),
             "note": self.remarks,
         }
@@ -289,6 +298,7 @@ def status(model: nn.Module) -> Status:
         _providers(found), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
         tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
         tuple(dict.fromkeys(p.compiler for p in passes)),
+        tuple(dict.fromkeys(each.kept for each in found if each.kept)),
         calls.seconds if calls else sum(each.seconds for each in found),
         tuple(_remarks(model, calls, found, len(most))),
     )  # fmt: skip
