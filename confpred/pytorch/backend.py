@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -156,18 +155,17 @@ class Compiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
-        begun = time.perf_counter()
         self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
-        compiled = self._compiled(gm, example_inputs)
-        if self.options.verify == NETWORK and self.sites:
-            compiled = self._against_pytorch(compiled, gm, example_inputs)
-        self.capture.seconds = time.perf_counter() - begun
+        with self.capture.compiling("PyTorch traces it"):
+            compiled = self._compiled(gm, example_inputs)
+            if self.options.verify == NETWORK and self.sites:
+                compiled = self._against_pytorch(compiled, gm, example_inputs)
         return compiled
 
     def _against_pytorch(self, ours: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Return what keeps the faster of `ours` and the same graph without confpred's choices."""
         capture, other = self.capture, Compiler(self.options, chooses=False)
-        other.capture = replace(capture, passes=[], sites=other.sites)
+        other.capture = replace(capture, passes=[], sites=other.sites, doing="", was_slow=True)
 
         def decided(is_ours: bool, why: str) -> None:
             capture.kept, capture.is_rejected = why, not is_ours
@@ -188,7 +186,8 @@ class Compiler:
             decided(True, verify.UNTIMED + why)
             return ours
         try:
-            others = other._compiled(gm, example_inputs)
+            with other.capture.compiling("PyTorch traces it again"):
+                others = other._compiled(gm, example_inputs)
         except Exception as error:
             passes.warn_of(error, "verify='network'", "confpred's choices are kept")
             return ours
@@ -294,8 +293,9 @@ class Compiler:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # of all other inputs
 
-        self._finish(gm, ())
-        return self._run(gm, range(count_tangents(gm)), inputs, "backward")
+        with self.capture.compiling("the backward pass is rewritten"):
+            self._finish(gm, ())
+            return self._run(gm, range(count_tangents(gm)), inputs, "backward")
 
     def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
         """Rewrite a pass of a graph with gradients, after it was cut."""
@@ -310,6 +310,7 @@ class Compiler:
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
+        self.capture.doing = "confpred chooses, and compiles kernels"
         self.sites += replace(graph, choose, self.options.wishes)
 
     def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
@@ -331,15 +332,17 @@ class Compiler:
 
         self.capture.ordinal = ordinal = ordinal_of(gm.graph)
         mutated = passes.written_inputs(gm.graph)
-        plain, compiler = boxed_nop(gm, []), "PyTorch's operators"
+        plain: Any = None
         if self.inductor:
-            changed = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            self.capture.doing = f"Inductor compiles the {kind} pass"
+            changed = type(gm)(gm, copy.deepcopy(gm.graph))  # lazy where `gm` is
             try:
                 plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
-                compiler = "Inductor"
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
-        done = Pass(kind, set(), compiler)
+        done = Pass(kind, set(), "Inductor" if plain is not None else "PyTorch's operators")
+        if plain is None:
+            plain = boxed_nop(gm, [])
         self.capture.passes.append(done)
         run: Any = plain
         if not self.options.graphs or ordinal is None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +28,7 @@ log = logging.getLogger("confpred")
 NO_GPU = "not on a GPU, so confpred changes nothing"
 LEVELS = ("info", "debug")
 _NAMED = 3  # layers of a reason that are named
+SLOW_S = 5.0  # a capture that takes longer says so before its end
 
 
 @dataclass(eq=False)
@@ -96,6 +99,8 @@ class Capture:
         ordinal: the CUDA device; None where its tensors are elsewhere.
         passes: as they run.
         seconds: that compiling took.
+        doing: what is being compiled, in words; empty before and after.
+        was_slow: whether the log has said so.
         kept: of ``verify="network"``: why it runs with confpred's choices or without.
         is_rejected: whether it runs without.
         number: captures are counted in their order.
@@ -111,9 +116,35 @@ class Capture:
     ordinal: int | None = None
     passes: list[Pass] = field(default_factory=list)
     seconds: float = 0.0
+    doing: str = ""
+    was_slow: bool = False
     kept: str = ""
     is_rejected: bool = False
     number: int = field(default_factory=itertools.count().__next__)
+
+    @contextmanager
+    def compiling(self, first: str) -> Iterator[None]:
+        """Count the seconds of the block, which begins with `first`, and log once that it is slow;
+        a block inside of another one is part of that."""
+        if self.doing:
+            yield
+            return
+        begun, self.doing = time.perf_counter(), first
+        timer = threading.Timer(SLOW_S, self._say_slow)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.doing = ""
+            self.seconds += time.perf_counter() - begun
+
+    def _say_slow(self) -> None:
+        if self.doing and not self.was_slow:
+            self.was_slow = True
+            text = "capturing %s takes longer than %g s: %s"
+            log.info(text, self.inputs, SLOW_S, self.doing)
 
     def reason(self, site: Site) -> str:
         """Return why PyTorch computes a layer; nothing where a confpred kernel does."""

@@ -211,7 +211,7 @@ def why_not(gm: fx.GraphModule) -> str | None:
         return f"the allocator is {torch.cuda.get_allocator_backend()}"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
-    plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    plain = type(gm)(gm, copy.deepcopy(gm.graph))
     for node in plain.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             if "triton_kernel_wrapper" not in str(node.target):
