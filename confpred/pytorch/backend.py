@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
@@ -335,7 +336,7 @@ class Compiler:
         plain: Any = None
         if self.inductor:
             self.capture.doing = f"Inductor compiles the {kind} pass"
-            changed = type(gm)(gm, copy.deepcopy(gm.graph))  # lazy where `gm` is
+            changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
             try:
                 plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
             except Exception as error:
@@ -363,9 +364,10 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
 
     def choose(problems: Sequence[Record]) -> Sequence[Choice | None]:
         convolutions = [problem for problem in problems if isinstance(problem, Problem)]
-        if options.verify and options.verify != NETWORK and convolutions:
+        top = options.verify
+        if isinstance(top, int) and top and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                how = ordinal, options.verify, options.wishes
+                how = ordinal, top, options.wishes
                 found = {p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)}
             return [found[problem] for problem in convolutions]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
