@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 5657, "confpred": 21179, "confpred/cli": 1840, "confpred/client": 752,
+    "benchmarks": 5657, "confpred": 21180, "confpred/cli": 1840, "confpred/client": 752,
     "confpred/cuda": 721, "confpred/cudnn": 479, "confpred/data": 568, "confpred/families": 2593,
     "confpred/launch": 192, "confpred/measure": 758, "confpred/model": 1173,
     "confpred/predict": 921, "confpred/problem": 1133, "confpred/products": 425,
-    "confpred/pytorch": 4308, "confpred/report": 844, "confpred/retraining": 948,
+    "confpred/pytorch": 4309, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 2007, "examples": 500,
-    "service": 3454, "tests": 29938,
+    "service": 3454, "tests": 29945,
 }  # fmt: skip
 MODULES = 165  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

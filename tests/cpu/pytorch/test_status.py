@@ -260,7 +260,7 @@ def test_a_slow_capture_says_once_what_it_is_doing(
     captured, monkeypatch, caplog, training: bool
 ) -> None:
     caplog.set_level(logging.INFO, "confpred")
-    monkeypatch.setattr(status, "SLOW_S", 0.05)
+    monkeypatch.setattr(status, "SLOW_S", 0.05)  # a setting
     captured.wins = lambda problem: time.sleep(0.3) is None
     model = confpred.optimize(net())
     with torch.set_grad_enabled(training):
@@ -271,7 +271,7 @@ def test_a_slow_capture_says_once_what_it_is_doing(
     assert len(said) == 1
     assert said[0].startswith("capturing 2x3x19x17 float32 takes longer than 0.05 s: ")
     confpred.optimize(other := net())
-    monkeypatch.setattr(status, "SLOW_S", 600.0)
+    monkeypatch.setattr(status, "SLOW_S", 600.0)  # a setting
     with torch.no_grad():
         other(image())
     assert sum("takes longer" in r.getMessage() for r in caplog.records) == 1
