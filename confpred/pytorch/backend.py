@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -22,9 +21,11 @@ from weakref import ref
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.errors import InvalidInput, nearest
+from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -41,6 +42,7 @@ from confpred.pytorch.run.loading import compile_ahead
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
 log = logging.getLogger("confpred")
+NETWORK = "network"  # of the option `verify`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Options:
         freeze: compute once what depends on parameters and buffers alone, such as folded filters.
             For networks whose weights are not written any more: a write is not seen.
         verify: time so many of the best predictions and PyTorch's operator for each layer, and take
-            the fastest; 0 trusts the predictions.
+            the fastest; 0 trusts the predictions. ``"network"``: time each captured graph with
+            confpred's choices and without, and keep the faster; a graph compiles twice.
         max_regret: take a prediction only where the bound on its regret is at most this.
         limits: every choice keeps within them.
 
@@ -66,7 +69,7 @@ class Options:
     inductor: bool | None = None
     graphs: bool = True
     freeze: bool = False
-    verify: int = 0
+    verify: int | str = 0
     max_regret: float | None = None
     limits: Limits = UNLIMITED
 
@@ -75,8 +78,9 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (more and value is None):
                 raise InvalidInput(name, value, f"True or False{more}")
-        if type(self.verify) is not int or not 0 <= self.verify <= 8:
-            raise InvalidInput("verify", self.verify, "an integer from 0 to 8")
+        counted = type(self.verify) is int and 0 <= self.verify <= 8
+        if not counted and self.verify != NETWORK:
+            raise InvalidInput("verify", self.verify, f"an integer from 0 to 8, or {NETWORK!r}")
         _ = self.wishes
 
     @property
@@ -136,12 +140,15 @@ def _guard_hooks() -> None:
 
 class Compiler:
     """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
-    convolutions that were found, `capture` is what `confpred.status` knows of it."""
+    convolutions that were found, `capture` is what `confpred.status` knows of it. One that does not
+    choose leaves them to PyTorch."""
 
     capture: Capture
 
-    def __init__(self, options: Options, calls: Calls | None = None) -> None:
-        self.options, self._calls = options, calls
+    def __init__(
+        self, options: Options, calls: Calls | None = None, *, chooses: bool = True
+    ) -> None:
+        self.options, self._calls, self._chooses = options, calls, chooses
         self.inductor = bool(options.inductor)
         self.sites: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
@@ -149,10 +156,51 @@ class Compiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
+        self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
+        with self.capture.compiling("PyTorch traces it"):
+            compiled = self._compiled(gm, example_inputs)
+            if self.options.verify == NETWORK and self.sites:
+                compiled = self._against_pytorch(compiled, gm, example_inputs)
+        return compiled
+
+    def _against_pytorch(self, ours: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Return what keeps the faster of `ours` and the same graph without confpred's choices."""
+        capture, other = self.capture, Compiler(self.options, chooses=False)
+        other.capture = replace(capture, passes=[], sites=other.sites, doing="", was_slow=True)
+
+        def decided(is_ours: bool, why: str) -> None:
+            capture.kept, capture.is_rejected = why, not is_ours
+            log.info("verify='network': %s", why)
+            if is_ours:
+                return
+            capture.passes = other.capture.passes
+            for choice in (site.choice for site in self.sites if site.is_ours):
+                if choice is not None:
+                    choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
+
+        known: Any = torch._guards.TracingContext.get().fw_metadata
+        inputs = known.input_info
+        why = passes.foreign_operator(gm)
+        if len(inputs) != len(example_inputs):  # AOTAutograd has put some together
+            why = "inputs that it writes to share memory"
+        if why:
+            decided(True, verify.UNTIMED + why)
+            return ours
+        try:
+            with other.capture.compiling("PyTorch traces it again"):
+                others = other._compiled(gm, example_inputs)
+        except Exception as error:
+            passes.warn_of(error, "verify='network'", "confpred's choices are kept")
+            return ours
+        written = [place for place, x in enumerate(inputs) if x.mutates_data]
+        rivals = verify.Rivals(ours, others, written, decided)
+        rivals.confpred_capture = capture  # which lives as long
+        return rivals
+
+    def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Compile a graph of Dynamo's by AOTAutograd."""
         from torch._dynamo.backends.common import aot_autograd
 
-        begun = time.perf_counter()
-        self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
         # PyTorch expects another layout of convolutions without cuDNN, and of empty ones.
         empty = any(isinstance(x, Tensor) and 0 in x.shape for x in example_inputs)
         if self.options.inductor is None:
@@ -175,19 +223,17 @@ class Compiler:
         try:
             # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
             with torch._functorch.config.patch(donated_buffer=False):
-                compiled = compile(gm, example_inputs)
+                return compile(gm, example_inputs)
         finally:
             self._values, context.fake_mode = (), former
-        if not torch.backends.cudnn.enabled:
-            # PyTorch remembers strides of fake results, and not that cuDNN was off.
-            FakeTensorMode.cache_clear()
-        self.capture.seconds = time.perf_counter() - begun
-        return compiled
+            if not torch.backends.cudnn.enabled:
+                # PyTorch remembers strides of fake results, and not that cuDNN was off.
+                FakeTensorMode.cache_clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
         ordinal = ordinal_of(graph)
-        return None if ordinal is None else chooser(ordinal, self.options)
+        return None if ordinal is None or not self._chooses else chooser(ordinal, self.options)
 
     def _inductors(self, graph: fx.Graph) -> Device | None:
         """Return the device that Inductor compiles `graph` for; None where it does not."""
@@ -249,8 +295,9 @@ class Compiler:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # of all other inputs
 
-        self._finish(gm, ())
-        return self._run(gm, range(count_tangents(gm)), inputs, "backward")
+        with self.capture.compiling("the backward pass is rewritten"):
+            self._finish(gm, ())
+            return self._run(gm, range(count_tangents(gm)), inputs, "backward")
 
     def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
         """Rewrite a pass of a graph with gradients, after it was cut."""
@@ -265,6 +312,7 @@ class Compiler:
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
+        self.capture.doing = "confpred chooses, and compiles kernels"
         self.sites += replace(graph, choose, self.options.wishes)
 
     def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
@@ -286,15 +334,17 @@ class Compiler:
 
         self.capture.ordinal = ordinal = ordinal_of(gm.graph)
         mutated = passes.written_inputs(gm.graph)
-        plain, compiler = boxed_nop(gm, []), "PyTorch's operators"
+        plain: Any = None
         if self.inductor:
-            changed = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+            self.capture.doing = f"Inductor compiles the {kind} pass"
+            changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
             try:
                 plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
-                compiler = "Inductor"
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
-        done = Pass(kind, set(), compiler)
+        done = Pass(kind, set(), "Inductor" if plain is not None else "PyTorch's operators")
+        if plain is None:
+            plain = boxed_nop(gm, [])
         self.capture.passes.append(done)
         run: Any = plain
         if not self.options.graphs or ordinal is None:
@@ -315,9 +365,10 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
 
     def choose(problems: Sequence[Record]) -> Sequence[Choice | None]:
         convolutions = [problem for problem in problems if isinstance(problem, Problem)]
-        if options.verify and convolutions:
+        top = options.verify
+        if isinstance(top, int) and top and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                how = ordinal, options.verify, options.wishes
+                how = ordinal, top, options.wishes
                 found: dict[Record, Choice | None] = {
                     p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)
                 }

@@ -30,6 +30,7 @@ from confpred.pytorch.rewrite.passes import is_view, val_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, is_convolution, name_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
+from confpred.pytorch.status import status
 
 aten = torch.ops.aten
 #: A kernel that is bound by memory takes at least this long, and reaches this share of the
@@ -210,6 +211,7 @@ def explain(
     training = model.training if training is None else training
     captured = capture(model, example_inputs, known, training=training, dtype=dtype)
     step, rows = captured.explanation()
+    remarks += [f"Timed here, {text}." for text in status(model).verified]
     if step.gain < _POOR:
         remarks += _in_half(model, example_inputs, known, dtype, step, training)
     return Explanation(known.key, step, rows, training, (*remarks, *_remarks(step, rows, known)))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +28,7 @@ log = logging.getLogger("confpred")
 NO_GPU = "not on a GPU, so confpred changes nothing"
 LEVELS = ("info", "debug")
 _NAMED = 3  # layers of a reason that are named
+SLOW_S = 5.0  # a capture that takes longer says so before its end
 
 
 @dataclass(eq=False)
@@ -96,6 +99,10 @@ class Capture:
         ordinal: the CUDA device; None where its tensors are elsewhere.
         passes: as they run.
         seconds: that compiling took.
+        doing: what is being compiled, in words; empty before and after.
+        was_slow: whether the log has said so.
+        kept: of ``verify="network"``: why it runs with confpred's choices or without.
+        is_rejected: whether it runs without.
         number: captures are counted in their order.
     """
 
@@ -109,12 +116,42 @@ class Capture:
     ordinal: int | None = None
     passes: list[Pass] = field(default_factory=list)
     seconds: float = 0.0
+    doing: str = ""
+    was_slow: bool = False
+    kept: str = ""
+    is_rejected: bool = False
     number: int = field(default_factory=itertools.count().__next__)
+
+    @contextmanager
+    def compiling(self, first: str) -> Iterator[None]:
+        """Count the seconds of the block, which begins with `first`, and log once that it is slow;
+        a block inside of another one is part of that."""
+        if self.doing:
+            yield
+            return
+        begun, self.doing = time.perf_counter(), first
+        timer = threading.Timer(SLOW_S, self._say_slow)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.doing = ""
+            self.seconds += time.perf_counter() - begun
+
+    def _say_slow(self) -> None:
+        if self.doing and not self.was_slow:
+            self.was_slow = True
+            text = "capturing %s takes longer than %g s: %s"
+            log.info(text, self.inputs, SLOW_S, self.doing)
 
     def reason(self, site: Site) -> str:
         """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
         if site.choice is None or not site.is_ours or self.ordinal is None:
             return site.reason
+        if self.is_rejected:
+            return "slower in the whole network"
         if not loading.was_refused(site.choice, self.ordinal, self.limits):
             return ""
         lacks_cudnn = site.choice.provider == "cudnn" and find_spec("cudnn") is None
@@ -200,6 +237,7 @@ class Status:
         left: names of the layers that PyTorch computes, by reason.
         replay: of each pass, whether it is replayed as a CUDA graph, and why not.
         compilers: who compiles what confpred does not serve.
+        verified: of ``verify="network"``: why a graph runs with confpred's choices or without.
         seconds: that calls took which captured.
         remarks: what else is to be known.
     """
@@ -214,6 +252,7 @@ class Status:
     left: dict[str, tuple[str, ...]]
     replay: tuple[str, ...]
     compilers: tuple[str, ...]
+    verified: tuple[str, ...]
     seconds: float
     remarks: tuple[str, ...]
 
@@ -244,6 +283,7 @@ class Status:
             ),
             "replay": self.replay,
             "compiler": self.compilers,
+            "verify": self.verified,
             "seconds": [f"{self.seconds:.1f} in calls that captured"] if self.captures else (),
             "note": self.remarks,
         }
@@ -289,6 +329,7 @@ def status(model: nn.Module) -> Status:
         _providers(found), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
         tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
         tuple(dict.fromkeys(p.compiler for p in passes)),
+        tuple(dict.fromkeys(each.kept for each in found if each.kept)),
         calls.seconds if calls else sum(each.seconds for each in found),
         tuple(_remarks(model, calls, found, len(most))),
     )  # fmt: skip

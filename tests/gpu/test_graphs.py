@@ -118,6 +118,20 @@ def test_parameters_that_move_are_followed() -> None:
         assert_same(*found, 2e-2)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_network_that_was_timed_is_replayed(training: bool) -> None:
+    """By the faster of its two programs; the steps that were timed are not seen."""
+    found = []
+    for optimized in (False, True):
+        run = Run("cuda", optimized)
+        model = run.optimize(run.network(train=training), verify="network")
+        found.append(run.train(model, steps=3) if training else run.infer(model, 3))
+    assert_same(found[1], found[0], 2e-2)
+    told = confpred.status(model)
+    assert "are kept: " in told.verified[0]
+    assert all("replayed" in text for text in told.replay)
+
+
 PROGRAM = """
 import sys
 sys.path[:0] = sys.argv[1:]

@@ -25,6 +25,9 @@ log = logging.getLogger("confpred")
 aten = torch.ops.aten
 Step = Callable[[fx.Graph], Any]  # a pass, in place
 _FUNCTIONAL = aten._batch_norm_with_update_functional.default
+#: Libraries of operators that compute and do nothing else; operators of a program may.
+_PURE = ("aten", "prims", "prim", "confpred", "torchvision")
+_IMPURE = ("call_torchbind", "invoke_leaf_function", "print", "with_effects")
 _CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -89,6 +92,20 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
         if len(set(found)) > 1:
             dtypes = ", ".join(map(str, found))
             raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
+
+
+def foreign_operator(gm: fx.GraphModule) -> str:
+    """Return an operator of a graph of Dynamo's that may do more than compute, such as print, or
+    wait for other processes; empty if there is none."""
+    graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    for target in (node.target for graph in graphs for node in graph.nodes):
+        name = str(target)
+        is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if is_operator and name.partition(".")[0] not in _PURE:
+            return name
+        if isinstance(target, torch._ops.HigherOrderOperator) and name in _IMPURE:
+            return name
+    return ""
 
 
 def views_of_any_layout(graph: fx.Graph) -> None:

@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree
 
 from confpred.errors import first_line
@@ -211,7 +212,7 @@ def why_not(gm: fx.GraphModule) -> str | None:
         return f"the allocator is {torch.cuda.get_allocator_backend()}"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
-    plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    plain = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
     for node in plain.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             if "triton_kernel_wrapper" not in str(node.target):
@@ -275,8 +276,7 @@ class Graphed:
         return self._plain(inputs)
 
     def _recording(self, inputs: list[Any]) -> Recording | str:
-        """Return the recording to replay with these inputs, or why there is none; the reason of a
-        first call is empty."""
+        """Return the recording to replay, or why there is none; that is empty at a first call."""
         switches = _switches()
         if self._sizes is None:
             self._sizes = [i for i, x in enumerate(inputs) if isinstance(x, int)]

@@ -1,22 +1,30 @@
-"""Measured choices: the best predictions and PyTorch's operator are timed when a graph is captured.
+"""Measured choices: the prediction names the candidates, the GPU at hand decides.
 
-The prediction names the candidates, the GPU at hand decides, on random operands of the same sizes.
+``verify=3``          the best predictions and PyTorch's operator are timed when a graph is
+                      captured, on random operands of the same sizes.
+``verify="network"``  a graph with confpred's choices and one without are timed at its first call,
+                      on that call's inputs.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import statistics
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
 
 from confpred.cuda import driver
-from confpred.errors import ConfpredError
+from confpred.errors import ConfpredError, first_line
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.measure.pytorch import as_the_library_calls, operands
@@ -32,6 +40,9 @@ _ROUNDS = 5
 #: One round of a candidate takes about this long: long against the noise of an event's clock.
 _ROUND_MS = 0.2
 _MOST_LAUNCHES = 50
+#: The same of a network. A CUDA graph is recorded at the second call.
+_STEPS_MS, _FIRST_STEPS = 20.0, 3
+UNTIMED = "confpred's choices are kept untimed, as "
 
 
 def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
@@ -80,18 +91,6 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
     )
 
 
-def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Return median milliseconds of one launch of each of `calls`, whose rounds take turns."""
-    for call in calls:
-        call()
-    launches = [max(1, min(_MOST_LAUNCHES, int(_ROUND_MS / _elapsed_ms(c, 1)))) for c in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(_ROUNDS):
-        for index in random.sample(range(len(calls)), len(calls)):
-            times[index].append(_elapsed_ms(calls[index], launches[index]))
-    return [statistics.median(values) for values in times]
-
-
 def _elapsed_ms(call: Callable[[], Any], launches: int) -> float:
     """Return milliseconds a launch, by events on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -103,3 +102,123 @@ def _elapsed_ms(call: Callable[[], Any], launches: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / launches
+
+
+def interleaved(
+    calls: Sequence[Callable[[], Any]],
+    elapsed_ms: Callable[[Callable[[], Any], int], float] = _elapsed_ms,
+    round_ms: float = _ROUND_MS,
+) -> list[float]:
+    """Return median milliseconds of one launch of each of `calls`, whose rounds take turns."""
+    order = random.Random()  # the program's random numbers stay as they are
+    for call in calls:
+        call()
+    launches = [max(1, min(_MOST_LAUNCHES, int(round_ms / elapsed_ms(c, 1)))) for c in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(_ROUNDS):
+        for index in order.sample(range(len(calls)), len(calls)):
+            times[index].append(elapsed_ms(calls[index], launches[index]))
+    return [statistics.median(values) for values in times]
+
+
+class Rivals:
+    """A captured graph that was compiled with confpred's choices, and without.
+
+    The first call times both as they run from then on, forward and backward together, and keeps
+    the faster. The program sees nothing of it: gradients go nowhere, and random numbers and inputs
+    that the graph writes to get back what they had. Else confpred's choices are kept untimed.
+
+    Args:
+        ours, others: take the inputs of the graph.
+        written: places of the inputs that it writes to.
+        decided: called once, with whether `ours` is kept, and why.
+    """
+
+    confpred_capture: Any  # what `confpred.status` knows of it
+
+    def __init__(
+        self, ours: Callable[..., Any], others: Callable[..., Any], written: Sequence[int],
+        decided: Callable[[bool, str], None],
+    ) -> None:  # fmt: skip
+        self._kept, self._written, self._lock = ours, written, threading.Lock()
+        self._open: Any = others, decided  # until the first call has decided
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._open is not None:
+            with self._lock:
+                if self._open is not None:
+                    self._decide(inputs)
+        return self._kept(*inputs)
+
+    def _decide(self, inputs: Sequence[Any]) -> None:
+        (others, decided), is_ours, why = self._open, True, ""
+        try:
+            why = _why_untimed(inputs, [inputs[i] for i in self._written])
+            if not why:
+                ms = _steps_ms((self._kept, others), inputs, self._written)
+                is_ours = ms[0] <= ms[1]
+                kept = "confpred's choices" if is_ours else "PyTorch's operators"
+                both = "{:.3f} ms a step with confpred's choices, {:.3f} ms without".format(*ms)
+                text = f"{kept} are kept: {both}"
+        except Exception as error:  # short of memory, say; the program's own error comes again
+            why = first_line(error)
+        self._kept, self._open = self._kept if is_ours else others, None
+        decided(is_ours, UNTIMED + why if why else text)
+        del others, decided
+        gc.collect()  # which frees the CUDA graphs of the one that was slower
+
+
+def _why_untimed(inputs: Sequence[Any], written: Sequence[Tensor]) -> str:
+    """Return why the program would see further calls of a graph with these inputs, in words; empty
+    if it would not."""
+    if any(isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) for x in inputs):
+        return "an input is of a subclass of Tensor"
+    if any(x.requires_grad or x._is_view() or x.is_inference() for x in written):
+        return "an input that is written to is a view, or has a gradient"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the call is being recorded"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True):
+        return "saved tensors have hooks"
+    return ""
+
+
+def _steps_ms(
+    runs: Sequence[Callable[..., Any]], inputs: Sequence[Any], written: Sequence[int]
+) -> list[float]:
+    """Return median milliseconds of a step of each of `runs`, forward and backward, until the
+    device is done, and undo what it writes; `written` are places of `inputs`."""
+    # In the memory of the inputs, where CUDA graphs read them, without their hooks and gradients.
+    given = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
+    ]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    learned = [x for x in tensors if x.requires_grad]
+    devices = sorted({x.get_device() for x in tensors if x.is_cuda})
+
+    def step(run: Callable[..., Any]) -> None:
+        leaves = [x for x in _pytree.tree_leaves(run(*given)) if isinstance(x, Tensor)]
+        heads = [x for x in leaves if x.requires_grad]
+        if heads and torch.is_grad_enabled():
+            ones = [torch.ones_like(x) for x in heads]
+            torch.autograd.grad(heads, learned, ones, allow_unused=True)
+
+    def elapsed_ms(call: Callable[[], Any], steps: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            call()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return 1e3 * (time.perf_counter() - begun) / steps
+
+    with torch.no_grad():
+        former = [(given[i], given[i].clone()) for i in written]
+    with torch.random.fork_rng(devices):
+        try:
+            calls = [partial(step, run) for run in runs]
+            for call in calls * _FIRST_STEPS:
+                elapsed_ms(call, 1)
+            return interleaved(calls, elapsed_ms, _STEPS_MS)
+        finally:
+            with torch.no_grad():
+                for x, then in former:
+                    x.copy_(then)

@@ -192,6 +192,15 @@ def test_a_program_computes_the_same_with_inductor(name: str) -> None:
     compare(HAZARDS[name], "cpu", inductor=True)
 
 
+@pytest.mark.slow(reason="graphs compile twice; all hazards were run so, by hand")
+@pytest.mark.parametrize("name", [
+    "gradients_of_gradients", "parameters_of_a_functional_call", "transforms_of_functions",
+    "weights_written_through_data",
+])  # fmt: skip
+def test_a_program_computes_the_same_where_its_graphs_are_timed(name: str) -> None:
+    compare(HAZARDS[name], "cpu", verify="network")
+
+
 @pytest.mark.slow(reason="Inductor compiles a program in C++")
 @torch.no_grad()
 def test_inductor_writes_to_a_negative_view() -> None:

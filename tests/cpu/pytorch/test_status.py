@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import weakref
 
 import pytest
@@ -252,3 +253,25 @@ def test_verbose_prints_a_line_a_capture(how: str) -> None:
 def test_a_level_is_named() -> None:
     with pytest.raises(InvalidInput, match="level='inof' is not allowed; allowed: info"):
         confpred.verbose("inof")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_slow_capture_says_once_what_it_is_doing(
+    captured, monkeypatch, caplog, training: bool
+) -> None:
+    caplog.set_level(logging.INFO, "confpred")
+    monkeypatch.setattr(status, "SLOW_S", 0.05)  # a setting
+    captured.wins = lambda problem: time.sleep(0.3) is None
+    model = confpred.optimize(net())
+    with torch.set_grad_enabled(training):
+        out = model(image())
+    if training:
+        out.sum().backward()
+    said = [r.getMessage() for r in caplog.records if "takes longer" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("capturing 2x3x19x17 float32 takes longer than 0.05 s: ")
+    confpred.optimize(other := net())
+    monkeypatch.setattr(status, "SLOW_S", 600.0)  # a setting
+    with torch.no_grad():
+        other(image())
+    assert sum("takes longer" in r.getMessage() for r in caplog.records) == 1
