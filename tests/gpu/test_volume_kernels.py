@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from launching import Config, assert_repeats, outside
 from layers import VOLUMES, random_legal_volume
-from references import random_inputs, some_rows
-from volumes import expected
+from references import random_inputs, reference_nd, some_rows
 
 from confpred.families.protocol import Family, config_dict
 from confpred.measure.kernels import check
@@ -35,7 +34,7 @@ def test_random_configs_of_a_random_problem_are_correct(
     rng = random.Random(f"{family.name} {seed}")
     problem = random_legal_volume(rng, family, device, MOST_FLOPS)
     inputs = random_inputs(family, problem, seed)
-    right = expected(problem, inputs)
+    right = reference_nd(problem, inputs)
     for row in some_rows(family, problem, device, rng, KERNELS, CONFIGS):
         config = Config(family, problem, row, inputs)
         for _ in range(3):  # launches that follow one another share their workspaces
@@ -82,7 +81,7 @@ def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
     problem = video(family, "")
     inputs = random_inputs(family, problem, 0)
     config = Config(family, problem, int(np.argmax(family.legal(problem, device))), inputs)
-    assert outside(config, expected(problem, inputs)) == {
+    assert outside(config, reference_nd(problem, inputs)) == {
         o.name: o.elements for o in config.outputs
     }
 
