@@ -33,7 +33,7 @@ def map_body(context: Any, body: Any) -> Any:
 def layer(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Allowed `fields` with sizes that fit each other, of tensors that are not too large."""
     made = {name: whole(value) for name, value in fields.items()}
-    if kind_of(made) is ConvNd:
+    if kind_of(made) is ConvNd or not {"h", "r"} <= made.keys():
         made |= {"d": 1, "h": 1, "t": 1, "r": 1, "rank": 3, "cut": 0, "padding": 0, "dilation": 1}
         made["stride"] = max(made["stride"]) if isinstance(made.get("stride"), list) else 1
     for name in ("n", "h", "w"):
