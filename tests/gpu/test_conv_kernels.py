@@ -9,11 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from launching import Config, assert_repeats, outside
-<<<<<<< HEAD:tests/gpu/test_conv_kernels.py
 from layers import LINES, OTHER_RANKS, random_legal_conv
-=======
-from layers import VOLUMES, random_legal_volume
->>>>>>> ffbd2dafc1941d18fce009c7cd7f9a5f111fd04e:tests/gpu/test_volume_kernels.py
 from references import random_inputs, reference_nd, some_rows
 
 from confpred.families.protocol import Family, config_dict
