@@ -78,9 +78,9 @@ def cut(node: fx.Node) -> Causal | None:
     if geometry is None or layout_of(val_of(x)) != "channels_first":
         return None
     if node.target is sites.CONVOLUTION:
-        (user, *others) = node.users
-        places = _cut_places(user, val_of(node)) if not others else None
-        return None if places is None else Causal(node, geometry[1], places, None, user)
+        users = list(node.users)
+        places = _cut_places(users[0], val_of(node)) if len(users) == 1 else None
+        return None if places is None else Causal(node, geometry[1], places, None, users[0])
     spread: Any = node.args[0]
     if spread.target is not aten.slice_backward.default:
         return None

@@ -131,6 +131,8 @@ def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Nod
     """Let a convolution of lines or volumes read them in the layout that it was chosen for."""
     call: Any = node.args[-1]
     problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
+    if not problems:
+        return  # PyTorch's operator computes it
     layout = getattr(problems[0], "layout", "channels_last")
     for source in node.all_input_nodes[: _OURS.index(node.target) + 1]:
         val = vals[source]
@@ -245,7 +247,7 @@ def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
         if layout is not None and like.is_contiguous(memory_format=layout):
             with _behind(source, reader):
                 return _copy(graph, source, val, layout, reader)
-    steps = [s if isinstance(s, int) else s.node.hint for s in like.stride()]
+    steps = [s if isinstance(s, int) else s.node.hint or 0 for s in like.stride()]
     order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
     permuted = _permuted(source, val, order, reader)
     with _behind(permuted, reader):

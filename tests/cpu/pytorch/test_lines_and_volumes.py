@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import CLONE, CONV, LAST, PLAIN, Around
+from network_blocks import CLONE, CONV, FOLD, LAST, PLAIN, Around
 from torch import Tensor, nn
 
 import confpred
@@ -300,6 +300,16 @@ def test_explain_describes_every_rank() -> None:
     (row, *_) = confpred.explain(frames, volume, "h100", training=False).rows
     assert isinstance(row.problem, Problem)
     assert not row.is_estimate
+
+
+def test_a_filter_that_cannot_be_folded_leaves_a_pass(captured, launches, monkeypatch) -> None:
+    # No small network has such filters.
+    monkeypatch.setattr("confpred.pytorch.rewrite.fusing._loses_precision", lambda *_: True)
+    layer = nn.Conv3d(8, 8, 3, groups=8).to(memory_format=LAST_3D)
+    volume = torch.randn(2, 8, 4, 5, 6).contiguous(memory_format=LAST_3D)
+    run(nn.Sequential(layer, nn.BatchNorm3d(8), nn.SiLU()), volume)
+    assert captured.of("inference").targets() == [FOLD, CONV]
+    assert launches == []
 
 
 def test_images_that_are_channels_first_stay_pytorchs(captured, launches) -> None:
