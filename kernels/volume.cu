@@ -33,7 +33,7 @@
 // after its rows 0 to 3, output plane i - 2 is finished. Threads of a block run along channels
 // first (lanes_c of them), then along tiles: block_q in a row, and block_p such rows, so that what neighbouring
 // tiles share comes out of the L1 cache.
-#include "depthwise.cuh"
+#include "volume.cuh"
 
 constexpr int PERIOD_D = UP_D * DOWN_D;
 constexpr int DEPTH = (DILATION_D * (WINDOW_D - 1) + (UP_D - 1) * DOWN_D) / PERIOD_D + 1;
@@ -197,8 +197,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
 
     for (int step = first_step; step < last_step; ++step) {
         if (HAS_RESIDUAL) load_residual(step);
-#pragma unroll
-        for (int index = 0; index < ROWS; ++index) {
+        unrolled<ROWS>([&](auto constant) {
+            constexpr int index = constant;
             float x[IN_X][IN_VEC];
 #pragma unroll
             for (int i = 0; i < IN_X; ++i) ahead[index % AHEAD][i].to_floats(x[i]);
@@ -230,7 +230,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
                         }
                     }
                 }
-        }
+        });
         finish_planes(step);
     }
     for (int step = last_step; step < steps; ++step) {

@@ -25,7 +25,7 @@
 // At the end the block adds its threads' sums in shared memory. One block alone (splits = 1) writes the result;
 // of several that share a channel, each writes its sums to `partials`, and depthwise_wgrad_sum adds them up in a
 // fixed order. So the bits are the same every time.
-#include "depthwise.cuh"
+#include "volume.cuh"
 
 constexpr int BLOCK_T = PLANE_EACH ? 1 : WINDOW_D;
 constexpr int PLANE_GROUPS = WINDOW_D / BLOCK_T;
@@ -124,8 +124,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
                         for (int v = 0; v < VEC; ++v) bias_acc[v] += window[0][o][j][v];
                 }
             load_plane(step + 1);
-#pragma unroll
-            for (int index = 0; index < ROWS; ++index) {
+            unrolled<ROWS>([&](auto constant) {
+                constexpr int index = constant;
                 float x[IN_X][IN_VEC];
 #pragma unroll
                 for (int i = 0; i < IN_X; ++i) ahead_in[index % AHEAD][i].to_floats(x[i]);
@@ -148,7 +148,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
                                                                             x[STRIDE_W * j + DILATION_W * s][v / REPEAT];
                     }
                 }
-            }
+            });
         }
     }
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from layers import H100, random_legal_conv
 from layers import VOLUMES as FAMILIES
+from ptx.launch import ptx_of
 from ptxas import ARCHS, resources
 
 from confpred.families.protocol import Family, config_dict
@@ -240,6 +241,18 @@ def test_one_kernel_serves_every_size(family: Family) -> None:
     for row in rng.sample(rows, 20):
         kernel = family.launch(problem, row).steps[0].kernel
         assert family.launch(other, row).steps[0].kernel == kernel
+
+
+@pytest.mark.parametrize("words", ["t=7 r=7 s=7 padding=6 dilation=2", "t=3 r=5 s=5 stride=2x2x1"])
+@every_family
+def test_all_products_of_a_step_are_unrolled(family: Family, words: str) -> None:
+    """A loop over rows that stays one looks at every tap whether it is the row's."""
+    problem = parsed(family, f"d=16 h=28 w=28 {words}")
+    row = max(legal_rows(family, problem), key=lambda row: family.configs[row].tolist()[:3])
+    layout = family._layout(problem, np.array([row]))
+    products = layout.get("products", layout["tile_p"] * layout["tile_q"] * layout.get("sums", 0))
+    text = ptx_of(family.launch(problem, row).steps[0].kernel, H100.arch)
+    assert text.count("fma.rn.f32") >= products
 
 
 @pytest.mark.slow(reason="five compiles a family and target")
