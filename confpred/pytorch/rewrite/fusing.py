@@ -159,7 +159,7 @@ def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
         has_bias = has_norm or start.args[2] is not None
         site = sites.site_of(start, "fprop", bias=has_bias, **fields)
         if has_norm and _loses_precision(chain, values):
-            site.problem, site.why, site.by_layout = None, _UNFOLDED, {}
+            site.problem, site.why = None, _UNFOLDED
     activations = [chain.activation] * (chain.activation != "none")
     site.fused = (*["norm"] * has_norm, *["add"] * has_residual, *activations)
     return site

@@ -76,7 +76,8 @@ class Layouts:
 
     def settle(self, match: Match, choices: Choices) -> None:
         """Let the sites of `match` have their problem in the layout that takes less time."""
-        if not match.reads or any(len(site.by_layout) < len(LAYOUTS) for site in match.sites):
+        sites = match.sites
+        if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return
         own = next(name for name in LAYOUTS if self._is_there(match.reads[-1], name))
         (other,) = (name for name in LAYOUTS if name != own)
@@ -84,11 +85,11 @@ class Layouts:
         of_own, of_other = costs[own], costs[other]
         best = own
         if of_own is not None and of_other is not None and of_other < of_own:
-            best = other if any(_is_ours(choices[s.by_layout[other]]) for s in match.sites) else own
-        for site in match.sites:
+            best = other if any(_is_ours(choices[s.by_layout[other]]) for s in sites) else own
+        for site in sites:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
-        if any(site.is_ours for site in match.sites):
+        if any(site.is_ours for site in sites):
             there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
             there += [(node, best) for node in (*match.reads, *match.writes)]
             self._there.update(there)
