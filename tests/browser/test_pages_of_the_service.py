@@ -23,7 +23,8 @@ PAGES = {
     "error": "/?n=32&c=65&groups=8",
     "api": "/docs",
 }
-FORM = [*("n", "c", "h", "w", "k", "r", "s", "stride", "padding", "dilation", "groups"),
+FORM = [*("n", "c", "d", "h", "w", "k", "layout"),
+        *("t", "r", "s", "stride", "padding", "dilation", "groups", "cut"),
         *("dtype", "direction", "activation", "bias", "residual", "deterministic"),
         *("device", "top")]  # fmt: skip
 

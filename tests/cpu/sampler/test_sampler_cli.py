@@ -115,7 +115,7 @@ def test_the_operation_is_supplied_where_another_program_dropped_it(tmp_path, ta
     assert done.returncode == 2
     assert f"{shard} lacks the metadata 'operation'" in done.stderr
     assert "confpred merge --operation conv2d" in done.stderr
-    done = confpred("merge", "--operation", "conv", shards, out)
+    done = confpred("merge", "--operation", "conv2", shards, out)
     assert (done.returncode, "conv2d" in done.stderr) == (2, True)
     assert "is not a whole file" in confpred("merge", "--operation=batch_norm", shards, out).stderr
     assert not out.exists()
