@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -99,7 +99,10 @@ def test_windows_hold_what_outputs_read(
 
 
 @pytest.mark.slow(reason="the compiler takes seconds")
-@pytest.mark.parametrize(("text", "direction", "arch"), product(LAYERS, DIRECTIONS, ARCHS))
+@pytest.mark.parametrize(
+    ("text", "direction", "arch"),
+    [(*layer, arch) for layer, arch in zip(product(LAYERS, DIRECTIONS), cycle((*ARCHS, ARCHS[1])))],
+)
 def test_registers_are_near_the_estimate_and_do_not_spill(
     text: str, direction: str, arch: str
 ) -> None:
