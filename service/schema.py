@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 
 from confpred.model.card import Card
 from confpred.predict.choice import MAX_TOP, Source
-from confpred.problem.conv import ConvNd
+from confpred.problem.conv import OWN_FIELDS, ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN, Device
 from confpred.problem.limits import SCHEMA, Limits
@@ -335,10 +335,11 @@ def _bodies(settings: Settings) -> dict[str, Any]:
         "limits": _ref("Limits"),
     }
     asked = "Problems to choose configs for: `problem` for one, `problems` for many."
+    own = [{"required": [name]} for name in sorted(OWN_FIELDS)]  # as `kind_of` tells them apart
     either: dict[str, Any] = {"oneOf": [{"required": [name]} for name in ("problem", "problems")]}
     return {
         "Problem": _record(Problem),
-        "ConvNd": _record(ConvNd),
+        "ConvNd": {**_record(ConvNd), "anyOf": [*own, {"properties": {"h": False, "r": False}}]},
         "Limits": _object("Limits", inspect.getdoc(Limits), SCHEMA),
         "PredictRequest": _object("PredictRequest", asked, request, required=["device"], **either),
     }

@@ -328,7 +328,7 @@ class ConvNd(Record):
 
 
 #: Fields that a `Problem` of `confpred.problem.conv2d` lacks.
-_OWN = frozenset(("d", "t", "rank", "layout", "cut"))
+OWN_FIELDS = frozenset(("d", "t", "rank", "layout", "cut"))
 
 
 def kind_of(fields: object) -> type[Problem] | type[ConvNd]:
@@ -338,7 +338,7 @@ def kind_of(fields: object) -> type[Problem] | type[ConvNd]:
         return Problem  # which refuses it
     own = ConvNd._fields()
     named = {name if name in own else nearest(name, own) for name in fields}
-    if named & _OWN or (named & {"w", "s"} and not named & {"h", "r"}):
+    if named & OWN_FIELDS or (named & {"w", "s"} and not named & {"h", "r"}):
         return ConvNd
     return Problem
 

@@ -22,7 +22,7 @@ from confpred.problem.conv2d import DTYPES
 from confpred.problem.device import KNOWN
 from confpred.problem.operation import Step
 
-MOST_STACK_BYTES = 256  # 136 in the worst of a hundred kernels
+MOST_STACK_BYTES = 320  # 296 in one of 7x7x7 taps, most have none
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 #: A layer, and what makes it another one, of which no family has a config.
 LAYER = "rank=3 n=2 c=24 d=8 h=14 w=14 k=24 t=3 r=3 s=3 padding=1 groups=24"
