@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 928, "confpred/problem": 1495, "confpred/products": 425,
     "confpred/pytorch": 4815, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 3201, "examples": 500,
-    "service": 3486, "tests": 31700,
+    "service": 3487, "tests": 31700,
 }  # fmt: skip
 MODULES = 174  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
