@@ -24,6 +24,7 @@ from confpred.problem.conv2d import (
     MAX_ELEMENTS,
     Problem,
     dtype_macro,
+    gradients_by_pytorch,
     output_size,
     places_read,
 )
@@ -371,16 +372,7 @@ class ConvNds:
 
     def operands(self, problem: ConvNd) -> tuple[Operand, ...]:
         p, (outputs, inputs) = problem, _OPERANDS[problem.direction]
-        own = slice(MAX_RANK - p.rank, None)
-
-        def ordered(first: int, channels: int, sizes: Sequence[int]) -> tuple[int, ...]:
-            return (first, *sizes, channels) if p.is_channels_last else (first, channels, *sizes)
-
-        shapes = {
-            "in": ordered(p.n, p.c, p.input_shape[own]),
-            "out": ordered(p.n, p.k, p.output_shape[own]),
-            "filter": ordered(p.k, p.group_width, p.filter_shape[own]),
-        }
+        shapes = self._shapes(p)
         result, channels = ("in", p.c) if p.direction == "dgrad" else ("out", p.k)
         shapes |= {"bias": (channels,)} if p.bias else {}
         shapes |= {"residual": shapes[result]} if p.residual else {}
@@ -422,10 +414,9 @@ class ConvNds:
         )
 
     def pytorch(self, problem: ConvNd, tensors: Mapping[str, torch.Tensor]) -> Any:
-        import torch
         import torch.nn.functional as F
 
-        p, own = problem, slice(MAX_RANK - problem.rank, None)
+        p, own, shapes = problem, slice(MAX_RANK - problem.rank, None), self._shapes(problem)
         t = {
             name: x if x.dim() == 1 else self._channels_second(p, x) for name, x in tensors.items()
         }
@@ -449,21 +440,27 @@ class ConvNds:
                 grad, t["filter"], t.get("bias"), stride, padding, more, p.groups, dilation
             )
             return self._finished(p, out, t)
-        # The operator reads only the sizes of the operand whose gradient is asked for.
-        shapes = {"in": (p.n, p.c, *p.input_shape[own])}
-        shapes["filter"] = (p.k, p.group_width, *p.filter_shape[own])
-        x, weight = (t.get(name, grad.new_empty(1).expand(shapes[name])) for name in shapes)
-        mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
-        with torch.backends.cudnn.flags(
-            enabled=True,
-            benchmark=torch.backends.cudnn.benchmark,
-            deterministic=p.deterministic,
-            allow_tf32=torch.backends.cudnn.allow_tf32,
-        ):
-            return torch.ops.aten.convolution_backward(
-                grad, x, weight, [p.k] if p.bias else None, stride, padding, dilation, False,
-                (0,) * p.rank, p.groups, mask,
-            )  # fmt: skip
+        # The operator reads only the sizes of the operand whose gradient is asked for; but one that
+        # lay in another way would be copied.
+        x, weight = (
+            t[name] if name in t else self._channels_second(p, grad.new_empty(shapes[name]))
+            for name in ("in", "filter")
+        )
+        return gradients_by_pytorch(p, grad, x, weight, stride, padding, dilation)
+
+    @staticmethod
+    def _shapes(p: ConvNd) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of input, output and filter by name."""
+        own = slice(MAX_RANK - p.rank, None)
+
+        def ordered(first: int, channels: int, sizes: Sequence[int]) -> tuple[int, ...]:
+            return (first, *sizes, channels) if p.is_channels_last else (first, channels, *sizes)
+
+        return {
+            "in": ordered(p.n, p.c, p.input_shape[own]),
+            "out": ordered(p.n, p.k, p.output_shape[own]),
+            "filter": ordered(p.k, p.group_width, p.filter_shape[own]),
+        }
 
     @staticmethod
     def _channels_second(p: ConvNd, x: torch.Tensor) -> torch.Tensor:

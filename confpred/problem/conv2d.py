@@ -375,7 +375,6 @@ class Convolution:
         )
 
     def pytorch(self, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Any:
-        import torch
         import torch.nn.functional as F
 
         p = problem
@@ -392,17 +391,28 @@ class Convolution:
             t[name] if name in t else t["out_grad"].new_empty(*shape).permute(0, 3, 1, 2)
             for name, shape in shapes.items()
         )
-        mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
-        with torch.backends.cudnn.flags(
-            enabled=True,
-            benchmark=torch.backends.cudnn.benchmark,
-            deterministic=p.deterministic,
-            allow_tf32=torch.backends.cudnn.allow_tf32,
-        ):
-            return torch.ops.aten.convolution_backward(
-                t["out_grad"], x, weight, [p.k] if p.bias else None,
-                p.stride, p.padding, p.dilation, False, (0, 0), p.groups, mask,
-            )  # fmt: skip
+        return gradients_by_pytorch(p, t["out_grad"], x, weight, p.stride, p.padding, p.dilation)
+
+
+def gradients_by_pytorch(
+    problem: Any, out_grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *axes: Any
+) -> Any:
+    """Return the gradients of `problem`, of whichever rank, by PyTorch's operator; `axes` are
+    stride, padding and dilation. What is not asked for is None."""
+    import torch
+
+    p = problem
+    mask = [p.direction == "dgrad", p.direction == "wgrad", p.bias]
+    with torch.backends.cudnn.flags(
+        enabled=True,
+        benchmark=torch.backends.cudnn.benchmark,
+        deterministic=p.deterministic,
+        allow_tf32=torch.backends.cudnn.allow_tf32,
+    ):
+        return torch.ops.aten.convolution_backward(
+            out_grad, x, weight, [p.k] if p.bias else None, *axes, False, (0,) * len(axes[0]),
+            p.groups, mask,
+        )  # fmt: skip
 
 
 def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:

@@ -43,10 +43,9 @@ class Line(Described):
         )  # fmt: skip
 
     def legal(self, problem: ConvNd, device: Device) -> Mask:
-        p, up = problem, line.axis(problem)[0]
-        if not line.handles(p) or p.direction != self.direction:
-            return np.zeros(len(self.configs), np.bool_)
-        if p.direction == "dgrad" and (p.k != p.c or max(up, 4) > 4):
+        p = problem
+        served = line.handles(p) and (self.direction == "fprop" or p.k == p.c)
+        if p.direction != self.direction or not served:
             return np.zeros(len(self.configs), np.bool_)
         t = self._layout(p)
         fits: Mask = (
@@ -89,8 +88,7 @@ class Line(Described):
         )
         load_bytes = t["loads"] * t["in_vec"] * p.itemsize
         in_flight = filled.resident * t["block_threads"] * np.minimum(load_bytes, 64)
-        up, down, *_ = line.axis(p)
-        products = t["tile"] * p.s * down // (up * down)
+        products = t["tile"] * p.s // line.axis(p)[0]
         # Instructions of a thread a turn: products, conversions, loads, stores and the rest.
         step = products + t["loads"] * (t["in_vec"] + 4) + 3 * t["tile"] + 30
         own = t["turns"] * step + 3 * p.s + 60

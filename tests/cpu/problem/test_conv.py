@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from references import reference, reference_nd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from confpred.errors import InvalidProblem
 from confpred.families.registry import all_operations, operation_named, operation_of
@@ -290,3 +291,26 @@ def test_random_layers_have_everything() -> None:
     )
     assert sum(p.as_conv2d() is not None for p in problems) > 20
     assert sum(p.cut > 0 and p.direction == "dgrad" for p in problems) > 20
+
+
+class Operands(TorchDispatchMode):
+    """Keeps the tensors that PyTorch's gradients are given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.convolution_backward.default:
+            self.given = args[:3]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+def test_pytorch_copies_no_operand_before_its_gradients(direction: str, layout: str) -> None:
+    """It would copy one that lies in another way, even where it reads its sizes alone."""
+    problem = ConvNd(
+        2, 4, 6, 4, 3, d=5, h=5, t=3, r=3, groups=4, direction=direction, layout=layout,
+        dtype="float32",
+    )  # fmt: skip
+    with Operands() as operands:
+        CONV.pytorch(problem, convs.inputs_of(problem))
+    last = torch.channels_last_3d if layout == "channels_last" else torch.contiguous_format
+    assert all(x.is_contiguous(memory_format=last) for x in operands.given)
