@@ -64,6 +64,11 @@ def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
+def one(layout: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout of one config, as numbers."""
+    return {name: int(value[0]) for name, value in layout.items()}
+
+
 def named(record: Any, names: str) -> dict[str, Any]:
     """Return some fields of a record by name; `names` has blanks between them."""
     return {name: getattr(record, name) for name in names.split()}

@@ -159,7 +159,7 @@ class _Passes(Described):
         layout = self._layout(problem, np.array([row]))
         layout["kept"] = self._kept(problem, layout)
         layout["smem_bytes"] = self._smem_bytes(problem, layout)
-        return {name: int(value[0]) for name, value in layout.items()}
+        return common.one(layout)
 
 
 def _step_bytes(problem: BatchNorm, t: Any) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from confpred.families.common import ATOMIC, DIRECT, MAX_INT, TWO_KERNELS, ceil_div, sum_step
 from confpred.families.protocol import Array, Columns, Mask
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Step
@@ -27,6 +29,50 @@ MAX_IMAGE = 2**30
 MAX_COLUMNS = 32  # input columns of a tile: the kernels keep their validity in one word
 LEAST_LANES = 8  # the smallest limit of lanes in the config tables
 MAX_THREADS = 256  # of a block: what the kernels are compiled for
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of an image or volume as ``depthwise.cu`` and ``volume.cu`` see it: input ``i``
+    meets output ``o`` at tap ``r`` where ``up * (i + origin) = down * (o + shift) + dilation *
+    r``."""
+
+    size_in: int
+    size_out: int
+    window: int
+    up: int
+    down: int
+    dilation: int
+    origin: int
+    shift: int
+
+    @classmethod
+    def of(
+        cls, direction: str, size: int, result: int, window: int, stride: int, pad: int,
+        dilation: int,
+    ) -> Axis:  # fmt: skip
+        """Return the axis of a layer, whose input has `size` places and whose output `result`."""
+        if direction == "fprop":
+            return cls(size, result, window, 1, stride, dilation, pad, 0)
+        # The window is turned round, so what was a distance to the left is one to the right.
+        pad = dilation * (window - 1) - pad
+        shift = -pad % stride
+        return cls(result, size, window, stride, 1, dilation, (pad + shift) // stride, shift)
+
+    @property
+    def groups(self) -> int:
+        """Groups of `up` outputs."""
+        found: int = self.pieces(self.up)
+        return found
+
+    def reach(self, tile: Array) -> Array:
+        """Return how many inputs a tile of so many outputs reads."""
+        last: Array = self.down * (tile - 1) + self.dilation * (self.window - 1)
+        return last // self.up + 1
+
+    def pieces(self, tile: Any) -> Any:
+        """Return how many tiles cover the outputs."""
+        return ceil_div(self.size_out + self.shift, tile)
 
 
 def handles(problem: Problem) -> bool:
@@ -131,10 +177,12 @@ def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
     return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
 
 
-def with_sums(step: Step, problem: Problem, splits: int, reduction: int, c_tiles: int) -> Launch:
+def with_sums(
+    step: Step, problem: Problem | ConvNd, splits: int, reduction: int, c_tiles: int = 0
+) -> Launch:
     """Return the launch of `step` and of the kernel that adds up its sums, those of `splits` blocks
     for each of `c_tiles` tiles of the channels."""
-    elements = problem.filter_elements + (problem.c if problem.bias else 0)
+    elements = problem.filter_elements + (problem.k if problem.bias else 0)
     if reduction == TWO_KERNELS:
         sizes = {"filter_elements": problem.filter_elements, "elements": elements, "splits": splits}
         add = sum_step("depthwise_wgrad_sum", problem, elements, _SUM_COLUMNS, 4, sizes)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
+from confpred.families.depthwise import Axis
 from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
@@ -52,44 +52,13 @@ _SHARED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """One dimension of the image as ``depthwise.cu`` sees it: input ``i`` meets output ``o`` at tap
-    ``r`` where ``up * (i + origin) = down * (o + shift) + dilation * r``."""
-
-    size_in: int
-    size_out: int
-    window: int
-    up: int
-    down: int
-    dilation: int
-    origin: int
-    shift: int
-
-    @property
-    def groups(self) -> int:
-        """Groups of `up` outputs."""
-        found: int = ceil_div(self.size_out + self.shift, self.up)
-        return found
-
-
-def _axes(problem: Problem) -> tuple[_Axis, _Axis]:
+def _axes(problem: Problem) -> tuple[Axis, Axis]:
     """Return the vertical axis and the horizontal one."""
-    p = problem
-    sizes = ((p.h, p.p, p.r), (p.w, p.q, p.s))
-    axes = []
-    for (size, result, window), stride, pad, dilation in zip(
-        sizes, p.stride, p.padding, depthwise.dilation(p), strict=True
-    ):
-        if p.direction == "fprop":
-            axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
-        else:
-            # The window is turned round, so what was a distance to the left is one to the right.
-            pad = dilation * (window - 1) - pad
-            shift = -pad % stride
-            origin = (pad + shift) // stride
-            axes.append(_Axis(result, size, window, stride, 1, dilation, origin, shift))
-    return axes[0], axes[1]
+    p, (tall, wide) = problem, depthwise.dilation(problem)
+    return (
+        Axis.of(p.direction, p.h, p.p, p.r, p.stride[0], p.padding[0], tall),
+        Axis.of(p.direction, p.w, p.q, p.s, p.stride[1], p.padding[1], wide),
+    )
 
 
 class DepthwiseImage(Tabled):

@@ -112,7 +112,7 @@ class Line(Described):
 
     def launch(self, problem: ConvNd, row: int) -> Launch:
         p = problem
-        t = {name: int(value[0]) for name, value in self._layout(p, np.array([row])).items()}
+        t = common.one(self._layout(p, np.array([row])))
         *_, width, result = line.axis(p)
         channels = p.c if p.direction == "dgrad" else p.k
         defines = (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, line
+from confpred.families import common, depthwise, line
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Array, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table
@@ -19,7 +19,6 @@ from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH, Launch
 
 _FIELDS = ("tile", "threads", "splits")
-_SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
 _WARP = 32
 
 
@@ -104,7 +103,7 @@ class LineWgrad(Described):
 
     def launch(self, problem: ConvNd, row: int) -> Launch:
         p = problem
-        t = {name: int(value[0]) for name, value in self._layout(p, np.array([row])).items()}
+        t = common.one(self._layout(p, np.array([row])))
         defines = (
             *line.window_macros(p, t),
             dtype_macro(p),
@@ -127,14 +126,8 @@ class LineWgrad(Described):
         step = common.kernel_step(
             "line_wgrad", operands, defines, t["blocks"], t["threads"], t["smem_bytes"], scalars
         )
-        if t["splits"] == 1:
-            return Launch((step,))
-        elements = p.filter_elements + (p.k if p.bias else 0)
-        sizes = {
-            "filter_elements": p.filter_elements, "elements": elements, "splits": t["splits"],
-        }  # fmt: skip
-        add: Any = common.sum_step("depthwise_wgrad_sum", p, elements, _SUM_COLUMNS, 4, sizes)
-        return Launch((step, add), scratch_bytes=4 * t["splits"] * elements)
+        reduction = common.TWO_KERNELS if t["splits"] > 1 else common.DIRECT
+        return depthwise.with_sums(step, p, t["splits"], reduction)
 
 
 FAMILY = LineWgrad()

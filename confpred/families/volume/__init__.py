@@ -8,7 +8,6 @@ dilation 1 or 2 along each axis, any padding, and any of the dtypes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -97,8 +96,3 @@ def bound(registers: Array) -> Array:
     places = np.searchsorted(_BOUNDS, registers * _MARGIN)
     found: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
     return found
-
-
-def one(layout: Mapping[str, Any]) -> dict[str, int]:
-    """Return the layout of one config, as numbers."""
-    return {name: int(value[0]) for name, value in layout.items()}

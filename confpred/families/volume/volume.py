@@ -4,7 +4,6 @@ launches of ``volume.cu``, for the forward direction and for the gradient of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common, volume
 from confpred.families.common import Occupancy, ceil_div
+from confpred.families.depthwise import Axis
 from confpred.families.protocol import Array, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table, crossed
 from confpred.problem.conv import CONV, ConvNd
@@ -38,47 +38,13 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows[(outputs <= 32) & ((outputs >= 4) | (vec == 1))])
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """One dimension of the volume as ``volume.cu`` sees it: input ``i`` meets output ``o`` at tap
-    ``r`` where ``up * (i + origin) = down * (o + shift) + dilation * r``."""
-
-    size_in: int
-    size_out: int
-    window: int
-    up: int
-    down: int
-    dilation: int
-    origin: int
-    shift: int
-
-    def reach(self, tile: Array) -> Array:
-        """Return how many inputs a tile of so many outputs reads."""
-        last: Array = self.down * (tile - 1) + self.dilation * (self.window - 1)
-        return last // self.up + 1
-
-    def pieces(self, tile: Any) -> Any:
-        """Return how many tiles cover the outputs."""
-        return ceil_div(self.size_out + self.shift, tile)
-
-
-def _axes(problem: ConvNd) -> tuple[_Axis, ...]:
+def _axes(problem: ConvNd) -> tuple[Axis, ...]:
     p = problem
-    axes = []
-    for size, result, window, stride, pad, dilation in zip(
+    axes = zip(
         p.input_shape, p.output_shape, p.filter_shape, p.stride, p.padding, volume.dilation(p),
         strict=True,
-    ):  # fmt: skip
-        if p.direction == "fprop":
-            axes.append(_Axis(size, result, window, 1, stride, dilation, pad, 0))
-        else:
-            # The window is turned round, so what was a distance to the left is one to the right.
-            pad = dilation * (window - 1) - pad
-            shift = -pad % stride
-            axes.append(
-                _Axis(result, size, window, stride, 1, dilation, (pad + shift) // stride, shift)
-            )
-    return tuple(axes)
+    )  # fmt: skip
+    return tuple(Axis.of(p.direction, *sizes) for sizes in axes)
 
 
 class Volume(Described):
@@ -104,8 +70,8 @@ class Volume(Described):
         if p.direction != self.direction or not served:
             return np.zeros(len(self.configs), np.bool_)
         t, (deep, down, across) = self._layout(p), _axes(p)
-        rows = ceil_div(deep.pieces(deep.up), t["bands"])
-        half = ceil_div(deep.pieces(deep.up), np.maximum(t["bands"] // 2, 1))
+        rows = ceil_div(deep.groups, t["bands"])
+        half = ceil_div(deep.groups, np.maximum(t["bands"] // 2, 1))
         held = p.taps * t["vec"]
         legal: Mask = (
             volume.accessible(t["vec"], p)
@@ -132,7 +98,7 @@ class Volume(Described):
 
     def launch(self, problem: ConvNd, row: int) -> Launch:
         p, axes = problem, _axes(problem)
-        t = volume.one(self._layout(p, np.array([row])))
+        t = common.one(self._layout(p, np.array([row])))
         defines: tuple[tuple[str, int | str], ...] = (
             *volume.axis_macros(
                 window=p.filter_shape,
@@ -196,7 +162,7 @@ class Volume(Described):
         used = t["lanes"] * t["block_q"] * t["block_p"]
         t["block_threads"] = ceil_div(used, 32) * 32
         t["grid_x"] = t["c_tiles"] * t["q_blocks"] * p_blocks
-        t["band_groups"], t["bands_cut"] = common.cut(deep.pieces(deep.up), t["bands"])
+        t["band_groups"], t["bands_cut"] = common.cut(deep.groups, t["bands"])
         period = deep.up * deep.down
         reach = deep.dilation * (deep.window - 1) + (deep.up - 1) * deep.down
         t["depth"] = np.full_like(vec, reach // period + 1)  # groups of accumulators

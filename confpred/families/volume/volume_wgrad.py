@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confpred.families import common, volume
+from confpred.families import common, depthwise, volume
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Array, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table, crossed
@@ -23,7 +23,6 @@ _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands", "splits")
 _TILES = ((1, 4), (1, 8), (2, 4), (4, 4))
 _MOST_SUMS = 128  # of a thread: more would leave too few registers for the window
 _MOST_BLOCKS = 16  # of a multiprocessor
-_SUM_COLUMNS = 32  # elements that a block of ``depthwise_wgrad_sum.cu`` adds up
 
 
 def _config_table() -> NDArray[np.void]:
@@ -92,7 +91,7 @@ class VolumeWgrad(Described):
 
     def launch(self, problem: ConvNd, row: int) -> Launch:
         p = problem
-        t = volume.one(self._layout(p, np.array([row])))
+        t = common.one(self._layout(p, np.array([row])))
         defines = (
             *volume.axis_macros(
                 window=p.filter_shape, stride=p.stride, dilation=volume.dilation(p)
@@ -124,12 +123,8 @@ class VolumeWgrad(Described):
             self.name, ("filter_grad", "bias_grad", "out_grad", "in", SCRATCH), defines,
             t["blocks"], t["block_threads"], t["smem_bytes"], scalars,
         )  # fmt: skip
-        if t["splits"] == 1:
-            return Launch((step,))
-        elements = p.filter_elements + p.k * p.bias
-        sizes = {"filter_elements": p.filter_elements, "elements": elements, "splits": t["splits"]}
-        add = common.sum_step("depthwise_wgrad_sum", p, elements, _SUM_COLUMNS, 4, sizes)
-        return Launch((step, add), scratch_bytes=4 * t["splits"] * elements)
+        reduction = common.TWO_KERNELS if t["splits"] > 1 else common.DIRECT
+        return depthwise.with_sums(step, p, t["splits"], reduction)
 
     def _layout(self, problem: ConvNd, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, how they cut the problem, and the resources and the
