@@ -397,7 +397,7 @@ class Convolution:
 def gradients_by_pytorch(
     problem: Any, out_grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *axes: Any
 ) -> Any:
-    """Return the gradients of `problem`, of whichever rank, by PyTorch's operator; `axes` are
+    """Return the gradients of `problem` by PyTorch's operator of whichever rank; `axes` are
     stride, padding and dilation. What is not asked for is None."""
     import torch
 
