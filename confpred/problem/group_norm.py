@@ -1,5 +1,5 @@
-"""Normalisation by the statistics of groups of channels, with its activation: group, instance, layer
-and RMS norm of channels-last activations of any rank.
+"""Normalisation by the statistics of groups of channels, with its activation: group, instance,
+layer and RMS norm of channels-last activations of any rank.
 
     layer                      samples   pixels   groups
     group norm                 N         H * W    as it says
@@ -116,6 +116,11 @@ class Norm(Record):
     @property
     def is_backward(self) -> bool:
         return self.direction == "backward"
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether PyTorch computes it in float32, as autocast does, and rounds at the end."""
+        return self.affine != "none" and self.weights != self.dtype
 
     @property
     def tensor_bytes(self) -> int:
@@ -287,20 +292,25 @@ class Norms:
         p, t = problem, tensors
         if not p.is_backward:
             out = _normalised(p, t)
-            return activated(p.activation, out + _image(p, t["residual"]) if p.residual else out)
+            out = activated(p.activation, out + _image(p, t["residual"]) if p.residual else out)
+            return out.to(t["in"].dtype)
         t = t if "saved" in t else self.prepared(p, t)
-        grad = argument_grad(p.activation, _image(p, t["out_grad"]), t["saved"])
+        grad = argument_grad(
+            p.activation, _image(p, t["out_grad"]).to(t["saved"].dtype), t["saved"]
+        )
         leaves = [t[f"leaf_{n}"] for n in ("in", "residual", "weight", "bias") if f"leaf_{n}" in t]
         grads = torch.autograd.grad(t["normalised"], leaves, grad, retain_graph=True)
         return tuple(_image(p, g) if g.dim() == 3 and g.shape[1] == p.p else g for g in grads)
 
 
 def _normalised(p: Norm, t: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the normalised tensor (n, c, p) by the operator that users call."""
+    """Return the normalised tensor (n, c, p) by the operator that users call. Where weights are in
+    float32 and activations are not, autocast has it in float32."""
     import torch.nn.functional as F
 
     x, weight, bias = t["in"], t.get("weight"), t.get("bias")
-    own = (weight, bias) if not p.adaptive and p.weights == p.dtype else (None, None)
+    x = x.float() if p.is_widened else x
+    own = (None, None) if p.adaptive else (weight, bias)
     if p.p == 1 and p.groups == 1:
         norm = F.layer_norm if p.centred else F.rms_norm
         out = _image(p, norm(x, (p.c,), *own[: 1 + p.centred], eps=EPS))
@@ -308,9 +318,9 @@ def _normalised(p: Norm, t: Mapping[str, torch.Tensor]) -> torch.Tensor:
         out = F.instance_norm(_image(p, x), weight=own[0], bias=own[1], eps=EPS)
     else:
         out = F.group_norm(_image(p, x), p.groups, *own, eps=EPS)
-    if own[0] is None and weight is not None:
-        out = out * _of_channels(p, weight).to(out.dtype)
-        out = out if bias is None else out + _of_channels(p, bias).to(out.dtype)
+    if p.adaptive and weight is not None:
+        out = out * _of_channels(p, weight)
+        out = out if bias is None else out + _of_channels(p, bias)
     return out
 
 
