@@ -172,8 +172,7 @@ class Norm(Record):
         return f"{self.direction} {self.grouping}"
 
 
-_THREADS = 256  # of the reference's blocks
-_SIDE = 32
+_THREADS, _SIDE = 256, 32  # of the reference's blocks
 
 
 class Norms:
@@ -250,7 +249,7 @@ class Norms:
             entry = "reference_norm_backward"
         if output in ("weight_grad", "bias_grad"):
             entry, blocks, threads = "reference_norm_weights", -(-p.c // _SIDE), (_SIDE, _SIDE, 1)
-        defines = (dtype_macro(p), activation_macro(p.activation), *weights_macros(p))
+        defines = (dtype_macro(p), activation_macro(p.activation), *norm_macros(p))
         rows = {"samples": p.n, "pixels": p.p, "channels": p.c, "groups": p.groups}
         return Step(
             KernelSpec("reference_group_norm.cu", entry, defines),
@@ -332,10 +331,14 @@ def _image(p: Norm, x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 1)
 
 
-def weights_macros(problem: Norm) -> tuple[tuple[str, int], ...]:
-    """Macros of the weights: whether they have the activations' dtype, and each sample its own."""
+def norm_macros(problem: Norm) -> tuple[tuple[str, int], ...]:
+    """Macros of the norm: whether it subtracts a mean, and what its weights are."""
     p = problem
-    return (("OWN_WEIGHTS", int(p.weights == p.dtype)), ("ADAPTIVE", int(p.adaptive)))
+    return (
+        ("CENTRED", int(p.centred)),
+        ("OWN_WEIGHTS", int(p.weights == p.dtype)),
+        ("ADAPTIVE", int(p.adaptive)),
+    )
 
 
 #: Outputs of the reference's kernels, by their numbers.

@@ -21,7 +21,7 @@ from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import BATCH_NORM, BatchNorm
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Step
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Operation, Step
 
 _ACCESS_BYTES = 16  # most that a thread can access at once
 LEAST_LANES = 8  # the smallest limit of lanes in the config tables
@@ -36,53 +36,71 @@ STREAM_BYTES = 2**25
 #: Share of the L2 cache in which a second pass finds what the first one read last.
 _L2_SHARE = 0.6
 #: Times of a grid's barrier, and of a ticket and the sums of the splits.
-_MEET_S, _TICKET_S = 3e-6, 2e-6
+_MEET_S, TICKET_S = 3e-6, 2e-6
 _STATISTICS = (
     "mean", "invstd", "new_running_mean", "new_running_var", "running_mean", "running_var", "eps",
     "momentum",
 )  # fmt: skip
 
 
-class _Passes(Described):
-    """Base of both families of a direction.
+class Passes(Described):
+    """Base of the families of a direction that read activations by rows, batch norm's and group
+    norm's: a kernel has some samples of a matrix of rows by channels.
 
     Attributes:
         name, direction: of the family, and of its problems.
+        stem: how the names of its sources and kernels begin.
         fields: of its config table; all have ``vector`` (elements of an access), ``unroll``
             (accesses under way together), ``threads`` (of a block), ``lanes`` (most accesses side
             by side of a block) and ``blocks`` (of the grid, about).
     """
 
-    operation = BATCH_NORM
+    operation: Operation = BATCH_NORM
+    stem = "batch_norm"
+    more_features: tuple[str, ...] = ()
     fields: tuple[str, ...]
     configs: NDArray[np.void]
 
     def __init__(self, name: str, direction: str) -> None:
         self.name, self.direction = name, direction
         self.feature_names: tuple[str, ...] = (
-            *BATCH_NORM.feature_names, *self.fields,
+            *self.operation.feature_names, *self.fields,
             "vector_bytes", "used_lanes", "block_threads", "tiles", "at_once", "splits",
             "log_steps", "own_steps", "step_waste", "registers", "smem_bytes", "segment",
             "alignment", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
-            "log_in_flight", "log_partials", "kept_share", "log_estimate",
+            "log_in_flight", "log_partials", "kept_share", *self.more_features, "log_estimate",
         )  # fmt: skip
 
-    def _layout(self, problem: BatchNorm, rows: Rows | slice = slice(None)) -> dict[str, Array]:
+    def _samples(self, problem: Any) -> int:
+        return 1
+
+    def _rows(self, problem: Any) -> int:
+        """Return the rows of a sample."""
+        rows: int = problem.rows
+        return rows
+
+    def _tiles(self, problem: Any, t: dict[str, Array]) -> None:
+        """Set the tiles of columns, their lanes, and the samples of a launch."""
+        t["tiles"] = ceil_div(t["columns"], t["lanes"])
+        t["used_lanes"] = ceil_div(t["columns"], t["tiles"])
+        t["samples"] = np.ones_like(t["lanes"])
+
+    def _layout(self, problem: Any, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, and how they cut the problem, by name."""
         t = config_columns(self.configs, rows)
         columns = ceil_div(problem.c, t["vector"])
         t["columns"], t["vector_bytes"] = columns, t["vector"] * problem.itemsize
-        t["tiles"] = ceil_div(columns, t["lanes"])
-        t["used_lanes"] = ceil_div(columns, t["tiles"])
+        self._tiles(problem, t)
         t["at_once"] = np.maximum(t["threads"] // t["used_lanes"], 1)
         t["block_threads"] = ceil_div(t["used_lanes"] * t["at_once"], 32) * 32  # no idle warps
-        t["steps"] = ceil_div(problem.rows, t["at_once"] * t["unroll"])
-        t["splits"] = np.clip(t["blocks"] // t["tiles"], 1, t["steps"])
+        t["steps"] = ceil_div(self._rows(problem), t["at_once"] * t["unroll"])
+        t["splits"] = np.clip(t["blocks"] // (t["tiles"] * t["samples"]), 1, t["steps"])
+        t["grid"] = t["tiles"] * t["splits"] * t["samples"]
         t["own_steps"] = ceil_div(t["steps"], t["splits"])
         t["sum_bytes"] = (2 * t["vector"] + 1) * (t["threads"] // 2) * 4
         return t
 
-    def _shared(self, problem: BatchNorm, t: dict[str, Array]) -> Mask:
+    def _shared(self, problem: Any, t: dict[str, Array]) -> Mask:
         """Return the rule that both families have."""
         size, c = problem.itemsize, problem.c
         widest = min(_ACCESS_BYTES // size, c & -c)  # that divides the channels
@@ -96,42 +114,45 @@ class _Passes(Described):
             & (t["used_lanes"] <= t["threads"])
             & ((t["lanes"] < 2 * t["columns"]) | (t["lanes"] == LEAST_LANES))
             # Twice as many blocks as there are steps are those of half as many.
-            & ((t["blocks"] // 2 < t["tiles"] * t["steps"]) | (t["blocks"] == LEAST_BLOCKS))
-            & (t["tiles"] * t["splits"] < common.MAX_INT // t["threads"])
+            & (
+                (t["blocks"] // 2 < t["tiles"] * t["steps"] * t["samples"])
+                | (t["blocks"] == LEAST_BLOCKS)
+            )
+            & (t["grid"] < common.MAX_INT // t["threads"])
         )
         return legal & (problem.direction == self.direction)
 
-    def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+    def _registers(self, problem: Any, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread of the launch that has more of them."""
         accesses = (1 + problem.is_backward + problem.residual) * t["unroll"] * t["vector_bytes"]
         has_argument = problem.is_backward and problem.activation != "none"
         return accesses // 4 + (6 if has_argument else 3) * t["vector"] + 26
 
-    def _kept(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+    def _kept(self, problem: Any, t: dict[str, Array]) -> Array:
         """Return how many steps of a block stay in shared memory."""
         return np.zeros_like(t["vector"])
 
-    def _smem_bytes(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+    def _smem_bytes(self, problem: Any, t: dict[str, Array]) -> Array:
         kept = self._kept(problem, t) * _step_bytes(problem, t)
         return t["sum_bytes"] + kept
 
-    def _derived(self, problem: BatchNorm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
+    def _derived(self, problem: Any, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
         """Return features by name, and ``estimate`` in seconds: what crosses device memory, less
         what the second pass finds in the L2 cache or in shared memory, and the times of launches
         and of the sums' additions."""
         p, t = problem, self._layout(problem, rows)
         registers = np.minimum(self._registers(p, t), _REGISTERS // t["threads"])
         smem_bytes = self._smem_bytes(p, t)
-        blocks = t["tiles"] * t["splits"]
+        blocks, share = t["grid"], t["samples"] / self._samples(p)
         filled = Occupancy.of(device, blocks, t["block_threads"], registers, smem_bytes)
         reads = 1 + p.is_backward
         loads = t["unroll"] * t["vector_bytes"] * reads
         in_flight = filled.resident * t["used_lanes"] * t["at_once"] * loads
         kept = np.minimum(self._kept(p, t) / t["own_steps"], 1.0)
         again = p.passes - p.tensors  # tensors that both passes read
-        cached = np.minimum(_L2_SHARE * device.l2_bytes / (p.tensor_bytes * reads), 1.0)
+        cached = np.minimum(_L2_SHARE * device.l2_bytes / (p.tensor_bytes * share * reads), 1.0)
         moved = p.minimum_bytes + again * p.tensor_bytes * (1.0 - kept) * (1.0 - cached / 2)
-        waste = t["steps"] * t["at_once"] * t["unroll"] / p.rows
+        waste = t["steps"] * t["at_once"] * t["unroll"] / self._rows(p)
         partials = 8.0 * t["splits"] * t["used_lanes"] * t["vector"]  # bytes that one block reads
         adding_s = partials / common.LAST_BLOCK_BYTES_PER_S
         seconds = common.memory_s(1, device, in_flight) * moved * np.minimum(waste, 2.0)
@@ -147,14 +168,64 @@ class _Passes(Described):
             "log_in_flight": np.log2(in_flight),
             "log_partials": np.log2(partials),
             "kept_share": kept,
-            "estimate": seconds * np.minimum(filled.wave_waste, 2.0) + adding_s + self._fixed_s(p),
+            "launches": 1 / share,
+            "estimate": seconds * np.minimum(filled.wave_waste, 2.0)
+            + (adding_s + self._fixed_s(p)) / share,
         }
 
     @abstractmethod
-    def _fixed_s(self, problem: BatchNorm) -> float:
-        """Return the seconds that no config avoids."""
+    def _fixed_s(self, problem: Any) -> float:
+        """Return the seconds that no config avoids, of each launch."""
 
-    def _one(self, problem: BatchNorm, row: int) -> dict[str, int]:
+    def _sizes(self, problem: Any, first: int) -> dict[str, int]:
+        """Return scalars of a kernel beside those of the layout; `first` is its first sample."""
+        return {}
+
+    def _macros(self, problem: Any) -> tuple[tuple[str, int | str], ...]:
+        """Return macros beside those that all kernels of rows have."""
+        return common.macros(FROZEN=int(problem.frozen))
+
+    def _step(
+        self, p: Any, t: dict[str, int], part: str, operands: tuple[str, ...], first: int = 0
+    ) -> Step:
+        """Return the step of a kernel's `part` for a problem `p`, which may be the part of the
+        family's that the kernel computes, from sample `first` on."""
+        file, more, kept = self.stem, common.macros(), dict[str, int]()
+        which = common.macros(KERNEL=f"KERNEL_{part.upper()}")
+        if one_pass := "one_pass" in part:
+            file, which = f"{file}_one_pass", common.macros(BACKWARD=int(p.is_backward))
+            more, kept = common.macros(MIN_BLOCKS=t["per_sm"]), {"kept": t["kept"]}
+        scalars = {
+            "rows": self._rows(p),
+            "channels": p.c,
+            "lanes": t["used_lanes"],
+            **{name: t[name] for name in ("tiles", "at_once", "steps", "splits")},
+            **self._sizes(p, first),
+            **kept,
+        }
+        defines = (
+            *which,
+            dtype_macro(p),
+            activation_macro(p.activation),
+            ("HAS_RESIDUAL", int(p.residual)),
+            *self._macros(p),
+            ("STREAM", int(p.tensor_bytes > STREAM_BYTES)),
+            *((name.upper(), t[name]) for name in ("vector", "unroll", "threads")),
+            *more,
+            *common.agreed_macros(sum_bytes=t["sum_bytes"]),
+        )
+        samples = min(t["samples"], self._samples(p) - first)
+        return Step(
+            KernelSpec(f"{file}.cu", f"{self.stem}_{part}", defines),
+            grid=(t["tiles"] * t["splits"], samples, 1),
+            block=(t["block_threads"], 1, 1),
+            smem_bytes=0 if part in ("apply", "gradient") else t["smem_bytes"],
+            operands=operands,
+            scalars=scalars,
+            cooperative=one_pass and t["splits"] > 1,
+        )
+
+    def _one(self, problem: Any, row: int) -> dict[str, int]:
         """Return the layout of one config, as numbers."""
         layout = self._layout(problem, np.array([row]))
         layout["kept"] = self._kept(problem, layout)
@@ -162,64 +233,13 @@ class _Passes(Described):
         return common.one(layout)
 
 
-def _step_bytes(problem: BatchNorm, t: Any) -> Any:
+def _step_bytes(problem: Any, t: Any) -> Any:
     """Bytes of the accesses of a block's step."""
     tensors = 1 + problem.is_backward
     return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
 
 
-def _step(p: BatchNorm, t: dict[str, int], entry: str, operands: tuple[str, ...]) -> Step:
-    """Return the step of the kernel called `entry` for a problem `p`, which may be the part of the
-    family's that the kernel computes."""
-    file, more, kept = "batch_norm", common.macros(), dict[str, int]()
-    which = common.macros(KERNEL=f"KERNEL_{entry.rpartition('_')[2].upper()}")
-    if one_pass := "one_pass" in entry:
-        file, which = "batch_norm_one_pass", common.macros(BACKWARD=int(p.is_backward))
-        more, kept = common.macros(MIN_BLOCKS=t["per_sm"]), {"kept": t["kept"]}
-    scalars = {
-        "rows": p.rows,
-        "channels": p.c,
-        "lanes": t["used_lanes"],
-        **{name: t[name] for name in ("tiles", "at_once", "steps", "splits")},
-        **kept,
-    }
-    smem_bytes = 0 if entry in ("batch_norm_apply", "batch_norm_gradient") else t["smem_bytes"]
-    defines = (
-        *which,
-        dtype_macro(p),
-        activation_macro(p.activation),
-        ("HAS_RESIDUAL", int(p.residual)),
-        ("FROZEN", int(p.frozen)),
-        ("STREAM", int(p.tensor_bytes > STREAM_BYTES)),
-        *((name.upper(), t[name]) for name in ("vector", "unroll", "threads")),
-        *more,
-        *common.agreed_macros(sum_bytes=t["sum_bytes"]),
-    )
-    return Step(
-        KernelSpec(f"{file}.cu", entry, defines),
-        grid=(t["tiles"] * t["splits"], 1, 1),
-        block=(t["block_threads"], 1, 1),
-        smem_bytes=smem_bytes,
-        operands=operands,
-        scalars=scalars,
-        cooperative=one_pass and t["splits"] > 1,
-    )
-
-
-def _launch(problem: BatchNorm, steps: tuple[Step, ...], t: dict[str, int]) -> Launch:
-    """Return the launch of `steps`, with the workspaces of sums that blocks share."""
-    used = {name for step in steps for name in step.operands}
-    # The residual's gradient is rounded before the input's gradient is made of it.
-    twice = problem.residual and problem.is_backward
-    return Launch(
-        steps,
-        zeroed_bytes=8 * t["tiles"] if ZEROED in used else 0,
-        scratch_bytes=8 * (t["splits"] + 1) * problem.c if SCRATCH in used else 0,
-        error=ORDINARY_ERROR[problem.dtype] if twice else None,
-    )
-
-
-class TwoPass(_Passes):
+class TwoPass(Passes):
     """``kernels/batch_norm.cu``."""
 
     fields = ("vector", "unroll", "threads", "lanes", "blocks")
@@ -239,31 +259,49 @@ class TwoPass(_Passes):
         return self._shared(problem, t) & (t["sum_bytes"] <= device.smem_per_block)
 
     def _fixed_s(self, problem: BatchNorm) -> float:
-        return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + _TICKET_S
+        return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + TICKET_S
 
     def launch(self, problem: BatchNorm, row: int) -> Launch:
         p, t = problem, self._one(problem, row)
         plain = replace(p, activation="none", residual=False)
         if not p.is_backward:
             inputs = ("in", "weight", "bias", "residual", *p.statistics, "eps")
-            apply = _step(p, t, "batch_norm_apply", ("out", *inputs))
+            apply = self._step(p, t, "apply", ("out", *inputs))
             operands = ("in", *_STATISTICS, ZEROED, SCRATCH)
-            statistics = _step(plain, t, "batch_norm_statistics", operands)
+            statistics = self._step(plain, t, "statistics", operands)
             return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
-        sums = _step(
-            p, t, "batch_norm_sums",
+        sums = self._step(
+            p, t, "sums",
             ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
              "bias", "residual", *p.statistics, "eps", ZEROED, SCRATCH),
         )  # fmt: skip
-        gradient = _step(
-            plain if p.residual else p, t, "batch_norm_gradient",
+        gradient = self._step(
+            plain if p.residual else p, t, "gradient",
             ("in_grad", "residual_grad" if p.residual else "out_grad", "in", "weight", "bias",
              "mean", "invstd", SCRATCH),
         )  # fmt: skip
         return _launch(p, (sums,) if p.frozen else (sums, gradient), t)
 
 
-class OnePass(_Passes):
+def _launch(problem: BatchNorm, steps: tuple[Step, ...], t: dict[str, int]) -> Launch:
+    """Return the launch of `steps`, with the workspaces of sums that blocks share."""
+    used = {name for step in steps for name in step.operands}
+    return Launch(
+        steps,
+        zeroed_bytes=8 * t["tiles"] if ZEROED in used else 0,
+        scratch_bytes=8 * (t["splits"] + 1) * problem.c if SCRATCH in used else 0,
+        error=error_of(problem),
+    )
+
+
+def error_of(problem: Any) -> float | None:
+    """Return the error of a launch (`Launch.error`): the residual's gradient is rounded before the
+    input's gradient is made of it."""
+    twice = problem.residual and problem.is_backward
+    return ORDINARY_ERROR[problem.dtype] if twice else None
+
+
+class OnePass(Passes):
     """``kernels/batch_norm_one_pass.cu``; also ``per_sm``, how many of its blocks a multiprocessor
     holds at once, and ``kept_kb``, shared memory for the activations of a block."""
 
@@ -292,9 +330,9 @@ class OnePass(_Passes):
         needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)
         return (
             self._shared(problem, t)
-            & (not problem.frozen)
+            & self._allowed(problem, t)
             # Blocks that wait for one another must all be running.
-            & (t["tiles"] * t["splits"] <= t["per_sm"] * device.sm_count)
+            & (self._waiting(t) <= t["per_sm"] * device.sm_count)
             & (t["per_sm"] * t["threads"] <= 32 * device.warps_per_sm)
             # The kernel is compiled to fit so often, and would spill.
             & (self._registers(problem, t) <= _REGISTERS // (t["per_sm"] * t["threads"]) + 16)
@@ -303,27 +341,34 @@ class OnePass(_Passes):
             & ((t["kept_kb"] == 0) | (self._kept(problem, t) > 0))
         )
 
-    def _kept(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+    def _allowed(self, problem: Any, t: dict[str, Array]) -> Mask | bool:
+        return not problem.frozen
+
+    def _waiting(self, t: dict[str, Array]) -> Array:
+        """Return how many blocks wait for one another."""
+        return t["grid"]
+
+    def _kept(self, problem: Any, t: dict[str, Array]) -> Array:
         fit = 1024 * t["kept_kb"] // _step_bytes(problem, t)
         found: Array = np.minimum(fit, t["own_steps"])
         return found
 
-    def _registers(self, problem: BatchNorm, t: dict[str, Array]) -> Array:
+    def _registers(self, problem: Any, t: dict[str, Array]) -> Array:
         return super()._registers(problem, t) + 8
 
     def _fixed_s(self, problem: BatchNorm) -> float:
         return common.LAUNCH_S + _MEET_S
 
     def launch(self, problem: BatchNorm, row: int) -> Launch:
-        p, t, entry = problem, self._one(problem, row), "batch_norm_one_pass"
+        p, t, part = problem, self._one(problem, row), "one_pass"
         operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", *_STATISTICS)
         if p.is_backward:
-            entry = f"{entry}_backward"
+            part = "one_pass_backward"
             operands = (
                 "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
                 "bias", "residual", "mean", "invstd",
             )  # fmt: skip
-        return _launch(p, (_step(p, t, entry, (*operands, ZEROED, SCRATCH)),), t)
+        return _launch(p, (self._step(p, t, part, (*operands, ZEROED, SCRATCH)),), t)
 
 
 FAMILIES = (
