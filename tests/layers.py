@@ -14,13 +14,15 @@ from confpred.families.registry import kernels_of
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.group_norm import Norm
 from confpred.problem.norm import BatchNorm
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
-#: The kernel families of convolution and of batch norm, by name.
+#: The kernel families of convolution, of batch norm and of norms over groups, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
 NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
+GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
 #: Those of depthwise convolution of lines and of volumes.
 OTHER_RANKS = kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1))
 VOLUMES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("volume")}

@@ -1,4 +1,4 @@
-"""Batch norm for tests: inputs, and PyTorch's answer in float64."""
+"""Batch norm for tests: inputs, and PyTorch's answer in float64; and results of all norms."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from layers import H100, NORMS, random_norm
 from references import outside, random_inputs
 
 from confpred.families.protocol import Family
+from confpred.families.registry import operation_of
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
-from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.norm import BatchNorm
 from confpred.problem.operation import Launch
+from confpred.problem.record import Record
 
 FAMILIES = NORMS
 random_problem = random_norm
 
 
-def legal_rows(family: Family, problem: BatchNorm, device: Device = H100) -> list[int]:
+def legal_rows(family: Family, problem: Record, device: Device = H100) -> list[int]:
     return np.flatnonzero(family.legal(problem, device)).tolist()
 
 
@@ -69,14 +71,14 @@ def expected(problem: BatchNorm, inputs: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def wrong(
-    problem: BatchNorm,
+    problem: Record,
     launch: Launch,
     results: Mapping[str, torch.Tensor],
     right: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
     """Return the outputs that are not `right`, with how many elements of each are off; or with the
     error in the 2-norm, where the launch states one."""
-    outputs = [o for o in BATCH_NORM.operands(problem) if o.terms]
+    outputs = [o for o in operation_of(problem).operands(problem) if o.terms]
     if launch.error is None:
         return dict(outside(outputs, results, right))
     errors = {
