@@ -14,15 +14,15 @@ from confpred.families.registry import kernels_of
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
-from confpred.problem.group_norm import Norm
+from confpred.problem.group_norm import AFFINE, Norm
 from confpred.problem.norm import BatchNorm
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
-#: The kernel families of convolution, of batch norm and of norms over groups, by name.
+#: The kernel families of convolution, and of norms: of batch norm and over groups, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
-NORMS = kernels_of(BatchNorm(n=2, h=1, w=1, c=1))
 GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
+NORMS = {**kernels_of(BatchNorm(n=2, h=1, w=1, c=1)), **GROUP_NORMS}
 #: Those of depthwise convolution of lines and of volumes.
 OTHER_RANKS = kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1))
 VOLUMES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("volume")}
@@ -180,7 +180,14 @@ def random_legal_layer(
             return problem
 
 
-def random_norm(rng: random.Random, family: Any, most_rows: int = 3000) -> BatchNorm:
+def random_norm(rng: random.Random, family: Any, most_elements: int = 24_000) -> Any:
+    """Return a small norm that `family` has configs for."""
+    if family.name in GROUP_NORMS:
+        return random_group_norm(rng, family, most_elements)
+    return random_batch_norm(rng, family, most_elements)
+
+
+def random_batch_norm(rng: random.Random, family: Any, most_elements: int) -> BatchNorm:
     """Return a small batch norm that `family` has configs for: odd channels, a row, two images."""
     while True:
         direction, activation = family.direction, rng.choice(ACTIVATIONS)
@@ -196,7 +203,37 @@ def random_norm(rng: random.Random, family: Any, most_rows: int = 3000) -> Batch
             affine=rng.random() < 0.8,
             frozen=rng.random() < 0.2,
         )
-        if problem.rows * problem.c <= 8 * most_rows and family.legal(problem, H100).any():
+        if problem.rows * problem.c <= most_elements and family.legal(problem, H100).any():
+            return problem
+
+
+def random_group_norm(rng: random.Random, family: Family, most_elements: int) -> Norm:
+    """Return a small norm that `family` has configs for: a row or many, odd channels, groups of
+    one channel and of all, weights of each kind, RMS norm."""
+    while True:
+        dtype, direction = rng.choice(DTYPES), family.direction
+        activation, affine = rng.choice(ACTIVATIONS), rng.choice(AFFINE)
+        p = rng.choice((1, 1, rng.randint(2, 40), rng.randint(41, 400)))
+        n = rng.choice((1, 2, 5, rng.randint(6, 300)))
+        c = rng.choice((1, 3, 7, 8, 10, 16, 24, 36, 48, 64, 96, 100, 144, 264, 328, 1000))
+        groups = rng.choice((1, 1, *(g for g in range(1, c + 1) if c % g == 0)))
+        if n * p * c > most_elements:
+            continue
+        problem = Norm(
+            n=n,
+            p=p,
+            c=c,
+            groups=groups,
+            dtype=dtype,
+            activation=activation,
+            residual=rng.random() < 0.4 and (direction == "forward" or activation != "none"),
+            direction=direction,
+            affine=affine,
+            weights="float32" if affine == "none" else rng.choice(("float32", dtype)),
+            adaptive=affine != "none" and rng.random() < 0.3,
+            centred=(p, groups) != (1, 1) or rng.random() < 0.6,
+        )
+        if family.legal(problem, H100).any():
             return problem
 
 

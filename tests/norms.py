@@ -1,20 +1,22 @@
-"""Batch norm for tests: inputs, and PyTorch's answer in float64; and results of all norms."""
+"""Norms for tests, batch norm and those of groups: inputs, and PyTorch's answer in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from layers import H100, NORMS, random_norm
+from layers import GROUP_NORMS, H100, NORMS, random_norm
 from references import outside, random_inputs
 
 from confpred.families.protocol import Family
 from confpred.families.registry import operation_of
 from confpred.problem.device import Device
+from confpred.problem.group_norm import Norm
 from confpred.problem.limits import ORDINARY_ERROR
-from confpred.problem.norm import BatchNorm
+from confpred.problem.norm import EPS, BatchNorm
 from confpred.problem.operation import Launch
 from confpred.problem.record import Record
 
@@ -22,29 +24,51 @@ FAMILIES = NORMS
 random_problem = random_norm
 
 
+def layer_of(family: Any, n: int, h: int, w: int, c: int, **fields: Any) -> Any:
+    """Return a layer of images that `family` may have configs for; of 32 groups, or three, where it
+    has groups and they divide the channels."""
+    fields = {"direction": family.direction, **fields}
+    if family.name not in GROUP_NORMS:
+        return BatchNorm(n, h, w, c, **fields)
+    if family.name.startswith("row"):
+        return Norm(n * h * w, 1, c, **fields)
+    groups = next(g for g in (32, 3, 1) if c % g == 0)
+    return Norm(n, h * w, c, groups, **fields)
+
+
 def legal_rows(family: Family, problem: Record, device: Device = H100) -> list[int]:
     return np.flatnonzero(family.legal(problem, device)).tolist()
 
 
 def inputs_of(
-    problem: BatchNorm, seed: int, mean: float = 0.0, deviation: float | None = None
+    problem: BatchNorm | Norm, seed: int, mean: float = 0.0, deviation: float | None = None
 ) -> dict[str, torch.Tensor]:
     """Inputs on the CPU; with `deviation`, normal ones around `mean` to normalise. Backward has the
     statistics that forward takes of them."""
-    inputs = random_inputs(next(iter(FAMILIES.values())), problem, seed)
+    operation = operation_of(problem)
+    family = next(f for f in FAMILIES.values() if f.operation is operation)
+    inputs = random_inputs(family, problem, seed)
     if deviation is not None:
         normal = torch.randn(inputs["in"].shape, generator=torch.Generator().manual_seed(seed))
         inputs["in"] = (normal * deviation + mean).to(inputs["in"].dtype)
-    if "invstd" in inputs:
+    if problem.is_backward:
         x = inputs["in"].double()
-        inputs["mean"] = x.mean((0, 1, 2)).float()
-        inputs["invstd"] = (x.var((0, 1, 2), correction=0) + 1e-5).rsqrt().float()
+        if isinstance(problem, Norm):
+            statistics = _statistics(problem, x, EPS)
+        else:
+            variance = x.var((0, 1, 2), correction=0)
+            statistics = {"mean": x.mean((0, 1, 2)), "invstd": (variance + EPS).rsqrt()}
+        inputs |= {name: x.float() for name, x in statistics.items() if name in inputs}
     return inputs
 
 
-def expected(problem: BatchNorm, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """PyTorch's answer in float64, by its own batch norm and autograd."""
-    p, t = problem, {name: x.double() for name, x in inputs.items()}
+def expected(problem: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """PyTorch's answer in float64, by its autograd."""
+    own = _expected_of_groups if isinstance(problem, Norm) else _expected_of_batch
+    return own(problem, {name: x.double() for name, x in inputs.items()})
+
+
+def _expected_of_batch(p: BatchNorm, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     x, residual = (t[n].permute(0, 3, 1, 2) if n in t else None for n in ("in", "residual"))
     weight, bias = t.get("weight"), t.get("bias")
     leaves = {"in": x, "residual": residual, "weight": weight, "bias": bias}
@@ -68,6 +92,38 @@ def expected(problem: BatchNorm, inputs: Mapping[str, torch.Tensor]) -> dict[str
             found |= {"mean": x.detach().mean((0, 2, 3)), "invstd": (variance + eps).rsqrt()}
             found |= {"new_running_mean": running[0], "new_running_var": running[1]}
     return {n: x.permute(0, 2, 3, 1) if x.dim() == 4 else x for n, x in found.items()}
+
+
+def _statistics(p: Norm, x: torch.Tensor, eps: float) -> dict[str, torch.Tensor]:
+    """Return the mean and 1 over the root of variance and eps, of (n, groups)."""
+    grouped = x.view(p.n, p.p, p.groups, p.width)
+    mean = grouped.mean((1, 3)) * p.centred
+    variance = (grouped - mean[:, None, :, None]).square().mean((1, 3))
+    return {"mean": mean, "invstd": (variance + eps).rsqrt()}
+
+
+def _expected_of_groups(p: Norm, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    leaves = {n: t[n].requires_grad_() for n in ("in", "residual", "weight", "bias") if n in t}
+    statistics = _statistics(p, t["in"], float(t["eps"]) if "eps" in t else EPS)
+
+    def of_pixels(name: str) -> torch.Tensor:
+        return statistics[name].repeat_interleave(p.width, 1)[:, None]
+
+    def of_channels(name: str) -> torch.Tensor:
+        return t[name].view(-1, 1, p.c)
+
+    out = (t["in"] - of_pixels("mean")) * of_pixels("invstd")
+    if p.affine != "none":
+        out = out * of_channels("weight")
+    if p.affine == "full":
+        out = out + of_channels("bias")
+    if p.residual:
+        out = out + t["residual"]
+    out = out if p.activation == "none" else getattr(F, p.activation)(out)
+    if not p.is_backward:
+        return {"out": out.detach()} | {n: x.detach() for n, x in statistics.items()}
+    grads = torch.autograd.grad(out, list(leaves.values()), t["out_grad"])
+    return {f"{name}_grad": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def wrong(

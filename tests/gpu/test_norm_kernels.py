@@ -1,20 +1,23 @@
-"""Batch norm's kernels on a GPU, with poison around their operands, against float64."""
+"""Kernels of norms on a GPU, with poison around their operands, against float64."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from launching import Config, assert_repeats
-from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
+from norms import FAMILIES, expected, inputs_of, layer_of, legal_rows, random_problem, wrong
 
 from confpred.families.protocol import Family, config_dict
+from confpred.families.registry import operation_of
 from confpred.measure.kernels import check
 from confpred.measure.pytorch import measure_pytorch
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES
 from confpred.problem.device import Device
-from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
+from confpred.problem.group_norm import Norm
+from confpred.problem.norm import DIRECTIONS, BatchNorm
 
 CONFIGS = 12
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -26,7 +29,7 @@ def test_random_configs_of_a_random_layer_are_right(
     family: Family, seed: int, device: Device
 ) -> None:
     rng = random.Random(f"{family.name} {seed}")
-    problem = random_problem(rng, family, most_rows=30_000)
+    problem = random_problem(rng, family, most_elements=240_000)
     inputs = inputs_of(problem, seed)
     right, rows = expected(problem, inputs), legal_rows(family, problem, device)
     for row in rng.sample(rows, min(CONFIGS, len(rows))):
@@ -40,7 +43,7 @@ def test_random_configs_of_a_random_layer_are_right(
 @pytest.mark.parametrize("c", [1, 3, 10, 24, 144, 2048])
 @every_family
 def test_every_config_of_a_small_layer_is_right(family: Family, c: int, device: Device) -> None:
-    problem = BatchNorm(4, 14, 15, c, activation="silu", direction=family.direction)
+    problem = layer_of(family, 4, 14, 15, c, activation="silu")
     outcomes = check(problem, family, legal_rows(family, problem, device), ordinal=0)
     assert [outcome for outcome in outcomes if outcome.status != "ok"] == []
     assert outcomes
@@ -53,7 +56,9 @@ def test_every_activation_of_a_layer_of_a_network_is_right(
     family: Family, dtype: str, activation: str, device: Device
 ) -> None:
     residual = activation != "none"
-    problem = BatchNorm(8, 28, 28, 192, dtype, activation, residual, family.direction)
+    problem = layer_of(
+        family, 8, 28, 28, 192, dtype=dtype, activation=activation, residual=residual
+    )
     rows = legal_rows(family, problem, device)
     outcomes = check(problem, family, rows[:: max(1, len(rows) // 8)], ordinal=0)
     assert [outcome for outcome in outcomes if outcome.status != "ok"] == []
@@ -64,7 +69,7 @@ def test_every_activation_of_a_layer_of_a_network_is_right(
 def test_a_mean_of_a_thousand_deviations_is_right(
     family: Family, dtype: str, device: Device
 ) -> None:
-    problem = BatchNorm(16, 40, 41, 24, dtype, direction=family.direction)
+    problem = layer_of(family, 16, 40, 41, 24, dtype=dtype)
     inputs = inputs_of(problem, 1, mean=1000.0, deviation=1.0)
     right, rows = expected(problem, inputs), legal_rows(family, problem, device)
     for row in rows[:: max(1, len(rows) // 16)]:
@@ -77,7 +82,7 @@ def test_a_mean_of_a_thousand_deviations_is_right(
 
 @every_family
 def test_a_result_repeats_to_the_bit(family: Family, device: Device) -> None:
-    problem = BatchNorm(16, 28, 28, 96, activation="relu", direction=family.direction)
+    problem = layer_of(family, 16, 28, 28, 96, activation="relu")
     inputs, rows = inputs_of(problem, 0), legal_rows(family, problem, device)
     for row in rows[:: max(1, len(rows) // 6)]:
         assert_repeats(Config(family, problem, row, inputs), 6, f"config {row}")
@@ -94,7 +99,7 @@ def test_what_was_an_output_before_is_an_input_of_the_problem(device: Device) ->
 
 @every_family
 def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
-    problem = BatchNorm(2, 7, 7, 24, direction=family.direction)
+    problem = layer_of(family, 2, 7, 7, 24)
     inputs = inputs_of(problem, 0)
     config = Config(family, problem, legal_rows(family, problem, device)[0], inputs)
     found = wrong(problem, config.launch, config.results(), expected(problem, inputs))
@@ -102,13 +107,13 @@ def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
 
 
 @pytest.mark.parametrize("stream_count", [4])
-@pytest.mark.parametrize("name", ["batch_norm_one_pass", "batch_norm_one_pass_backward"])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if "one_pass" in n])
 def test_launches_whose_blocks_wait_may_run_on_several_streams(
     name: str, stream_count: int, device: Device
 ) -> None:
     """The driver starts the blocks of such a launch together, or two could wait forever."""
     family = FAMILIES[name]
-    problem = BatchNorm(64, 28, 28, 64, activation="relu", direction=family.direction)
+    problem = layer_of(family, 64 if "batch" in name else 2, 28, 28, 64, activation="relu")
     inputs, rows = inputs_of(problem, 0), legal_rows(family, problem, device)
     right = expected(problem, inputs)
     row = max(rows, key=lambda r: family.launch(problem, r).steps[0].grid[0])
@@ -126,7 +131,15 @@ def test_launches_whose_blocks_wait_may_run_on_several_streams(
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_pytorchs_operators_are_timed(direction: str, residual: bool, device: Device) -> None:
-    problem = BatchNorm(8, 28, 28, 64, "float16", "relu", residual, direction)
-    outcome = measure_pytorch(BATCH_NORM, problem, ordinal=0, seed=0)
-    assert (outcome.status, outcome.message) == ("ok", "")
-    assert outcome.time_ms > 0
+    fields: Any = {"activation": "relu", "residual": residual, "direction": direction}
+    for problem in (
+        BatchNorm(8, 28, 28, 64, **fields),
+        Norm(8, 784, 64, 8, **fields),
+        Norm(8, 784, 64, 64, affine="none", **fields),
+        Norm(6272, 1, 64, weights="float16", **fields),
+        Norm(6272, 1, 64, affine="weight", weights="float16", centred=False, **fields),
+        Norm(8, 784, 64, 8, adaptive=True, **fields),
+    ):
+        outcome = measure_pytorch(operation_of(problem), problem, ordinal=0, seed=0)
+        assert (outcome.status, outcome.message) == ("ok", ""), problem
+        assert outcome.time_ms > 0

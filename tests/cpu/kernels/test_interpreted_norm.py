@@ -1,4 +1,4 @@
-"""Kernels of batch norm, interpreted on the CPU, against PyTorch in float64."""
+"""Kernels of norms, interpreted on the CPU, against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 from layers import H100
-from norms import FAMILIES, expected, inputs_of, legal_rows, random_problem, wrong
+from norms import FAMILIES, expected, inputs_of, layer_of, legal_rows, random_problem, wrong
 from ptx.launch import interpret
 from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv2d import DTYPES
-from confpred.problem.norm import BatchNorm
+from confpred.problem.record import Record
 
 CONFIGS = 4
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-def check(family: Family, problem: BatchNorm, rows: list[int], inputs=None) -> None:
+def check(family: Family, problem: Record, rows: list[int], inputs=None) -> None:
     inputs = inputs_of(problem, 0) if inputs is None else inputs
     right = expected(problem, inputs)
     for row in rows:
@@ -43,7 +43,9 @@ def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -
 @every_family
 def test_every_activation_is_right(family: Family, activation: str) -> None:
     residual = activation != "none"
-    problem = BatchNorm(2, 5, 4, 24, "bfloat16", activation, residual, family.direction)
+    problem = layer_of(
+        family, 2, 5, 4, 24, dtype="bfloat16", activation=activation, residual=residual
+    )
     rows = legal_rows(family, problem)
     check(family, problem, [rows[len(rows) // 2]])
 
@@ -52,7 +54,7 @@ def test_every_activation_is_right(family: Family, activation: str) -> None:
 @every_family
 def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) -> None:
     """Squares of the values themselves would lose the variance altogether."""
-    problem = BatchNorm(2, 31, 30, 8, dtype, direction=family.direction)
+    problem = layer_of(family, 2, 31, 30, 8, dtype=dtype)
     inputs = inputs_of(problem, 1, mean=1000.0, deviation=1.0)
     right, rows = expected(problem, inputs), legal_rows(family, problem)
     for row in (rows[0], rows[-1]):
@@ -67,16 +69,16 @@ def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) ->
 @pytest.mark.parametrize("c", [3, 24])
 @every_family
 def test_every_config_of_a_small_layer_is_right(family: Family, c: int) -> None:
-    problem = BatchNorm(2, 20, 31, c, activation="silu", direction=family.direction)
+    problem = layer_of(family, 2, 20, 31, c, activation="silu")
     rows = legal_rows(family, problem)
     assert rows
     check(family, problem, rows)
 
 
-@pytest.mark.parametrize("name", ["batch_norm_one_pass", "batch_norm_two_pass"])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n.endswith("_pass")])
 def test_an_outlier_in_front_loses_nothing(name: str) -> None:
     """Each thread takes distances from its first value, which may be far from the others."""
-    family, problem = FAMILIES[name], BatchNorm(2, 31, 30, 8, "float32")
+    family, problem = FAMILIES[name], layer_of(FAMILIES[name], 2, 31, 30, 8, dtype="float32")
     inputs = inputs_of(problem, 2, mean=5.0, deviation=0.1)
     inputs["in"][0, 0, 0] = -100.0
     check(family, problem, legal_rows(family, problem)[:3], inputs)
@@ -86,7 +88,7 @@ def test_an_outlier_in_front_loses_nothing(name: str) -> None:
 def test_sums_do_not_depend_on_the_blocks_that_run_together(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = BatchNorm(2, 40, 40, 16, activation="relu", direction=family.direction)
+    problem = layer_of(family, 2, 40, 40, 16, activation="relu")
     inputs = inputs_of(problem, 0)
     shared = [r for r in legal_rows(family, problem) if family.launch(problem, r).zeroed_bytes]
     for row in shared[:2]:
@@ -101,7 +103,7 @@ def test_sums_do_not_depend_on_the_blocks_that_run_together(
 
 @every_family
 def test_a_wrong_input_is_seen(family: Family) -> None:
-    problem = BatchNorm(2, 6, 5, 16, activation="relu", residual=True, direction=family.direction)
+    problem = layer_of(family, 2, 6, 5, 16, activation="relu", residual=True)
     inputs, row = inputs_of(problem, 0), legal_rows(family, problem)[0]
     results = interpret(family, problem, row, inputs, H100.arch)
     launch = family.launch(problem, row)

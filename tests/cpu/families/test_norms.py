@@ -1,11 +1,13 @@
-"""Batch norm's families: legality, launches and what their kernels are compiled to."""
+"""Families of norms: legality, launches and what their kernels are compiled to."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import norms
 import pytest
-from layers import H100
+from layers import GROUP_NORMS, H100
 from norms import FAMILIES, legal_rows, random_problem
 from ptxas import ARCHS, resources
 
@@ -13,15 +15,14 @@ from confpred.cuda.compiler import ptx_of
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.conv2d import DTYPES
 from confpred.problem.device import KNOWN, Device
-from confpred.problem.norm import BATCH_NORM, BatchNorm
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 ONE_PASS = [name for name in FAMILIES if "one_pass" in name]
 
 
-def layer_of(family: Family, **fields: object) -> BatchNorm:
+def layer_of(family: Family, **fields: Any) -> Any:
     usual = {"n": 128, "h": 28, "w": 28, "c": 144, "activation": "silu"}
-    return BatchNorm(**usual | {"direction": family.direction} | fields)
+    return norms.layer_of(family, **usual | fields)
 
 
 @every_family
@@ -36,8 +37,8 @@ def test_the_other_direction_is_refused(family: Family) -> None:
 def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str) -> None:
     problem = layer_of(family, c=c, n=4, h=7, w=7, dtype=dtype)
     rows = legal_rows(family, problem)
-    if family.name in ONE_PASS and c == 65_536:
-        return  # more columns than threads may wait for one another
+    if c == 65_536 and (family.name in ONE_PASS or family.name in GROUP_NORMS):
+        return  # more columns than threads may wait for one another, or a group of too many
     assert rows
     for row in rows:
         config = config_dict(family, row)
@@ -70,9 +71,10 @@ def test_blocks_are_cut_as_the_kernel_counts_them(family: Family, device: Device
                 assert step.grid[0] == s["tiles"] * s["splits"]
                 assert 1 <= s["splits"] <= s["steps"], "each split has a step"
                 columns = problem.c // int(dict(step.kernel.defines)["VECTOR"])
-                assert columns <= s["tiles"] * s["lanes"] < columns + s["tiles"]
+                whole = s["lanes"] if "width" in s else 1  # a tile has whole groups
+                assert columns <= s["tiles"] * s["lanes"] < columns + s["tiles"] * whole
                 if step.cooperative:
-                    assert step.grid[0] <= device.sm_count * int(
+                    assert step.grid[0] * step.grid[1] <= device.sm_count * int(
                         dict(step.kernel.defines)["MIN_BLOCKS"]
                     )
 
@@ -92,7 +94,7 @@ def test_blocks_that_wait_for_one_another_fit_the_device(name: str) -> None:
     problem = layer_of(family, c=256, residual=True)
     kernels = {}
     for row in legal_rows(family, problem):
-        (step,) = family.launch(problem, row).steps
+        step = family.launch(problem, row).steps[0]
         kernels[step.kernel] = step
     for step in random.Random(0).sample(list(kernels.values()), 4):
         per_sm = int(dict(step.kernel.defines)["MIN_BLOCKS"])
@@ -136,8 +138,23 @@ def test_every_template_of_a_layer_compiles(family: Family) -> None:
         kernels = {}
         for row in legal_rows(family, problem):
             kernels |= dict.fromkeys(family.launch(problem, row).kernels)
-        for output in BATCH_NORM.operands(problem):
+        for output in family.operation.operands(problem):
             if output.terms:
-                kernels[BATCH_NORM.reference(problem, output.name).kernel] = None
+                kernels[family.operation.reference(problem, output.name).kernel] = None
         for kernel in kernels:
             assert kernel.entry in ptx_of(kernel, H100.arch)
+
+
+@pytest.mark.parametrize("name", [name for name in GROUP_NORMS if name in ONE_PASS])
+def test_samples_are_launched_together_or_some_at_a_time(name: str) -> None:
+    """Each sample once, and no more of them than wait for one another at once."""
+    family = FAMILIES[name]
+    problem = layer_of(family, n=6, h=64, w=64, c=320)
+    counts = set()
+    for row in legal_rows(family, problem):
+        steps = family.launch(problem, row).steps
+        firsts = [step.scalars["first_sample"] for step in steps]
+        assert firsts == list(range(0, 6, steps[0].grid[1]))
+        assert sum(step.grid[1] for step in steps) == 6
+        counts.add(len(steps))
+    assert counts == {1, 2, 6}
