@@ -25,6 +25,7 @@ from confpred.problem import norm
 from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv import CONV, LAYOUTS, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, DTYPES, Problem
+from confpred.problem.group_norm import NORM, Norm
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operation
 
@@ -113,12 +114,30 @@ def test_references_of_norms_are_right(direction: str, activation: str, frozen: 
     check(BATCH_NORM, problem, inputs, norms.expected(problem, inputs))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("direction", norm.DIRECTIONS)
+def test_references_of_norms_over_groups_are_right(direction: str, activation: str) -> None:
+    fields = {
+        "dtype": "bfloat16", "activation": activation, "residual": activation != "none",
+        "direction": direction,
+    }  # fmt: skip
+    for problem in (
+        Norm(3, 20, 40, 4, weights="bfloat16", **fields),
+        Norm(2, 9, 40, 40, affine="none", **fields),
+        Norm(2, 9, 12, 3, adaptive=True, **fields),
+        Norm(6, 1, 40, affine="weight", centred=False, **fields),
+    ):
+        inputs = norms.inputs_of(problem, 0)
+        check(NORM, problem, inputs, norms.expected(problem, inputs))
+
+
 @pytest.mark.parametrize("activation", ["ACTIVATION_NOWHERE", 99])
 def test_an_unknown_activation_does_not_compile(activation: str | int) -> None:
     for step in (
         CONVOLUTION.reference(Problem(1, 8, 4, 4, 8, 3, 3), "out"),
         BATCH_NORM.reference(BatchNorm(2, 4, 4, 8, direction="backward"), "in_grad"),
         CONV.reference(ConvNd(1, 8, 4, 8, 3), "out"),
+        NORM.reference(Norm(2, 4, 8, direction="backward"), "in_grad"),
     ):
         defines = dict(step.kernel.defines) | {"ACTIVATION": activation}
         with pytest.raises(CompileError):

@@ -27,6 +27,7 @@ from confpred.families.registry import all_families, all_operations, families_of
 from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
+from confpred.problem.group_norm import NORM, Norm
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import REFERENCE, Operand, Operation
@@ -39,16 +40,15 @@ SMALL = "n=2 c=6 h=7 w=5 k=12 r=3 s=2 groups=3 padding=1 stride=2x1 "
 
 def test_every_family_here_computes_one_operation() -> None:
     assert isinstance(CONVOLUTION, Operation)
-    assert all_operations() == {
-        operation.name: operation for operation in (CONVOLUTION, LINEAR_CHAIN, BATCH_NORM, CONV)
-    }
+    operations = [CONVOLUTION, LINEAR_CHAIN, BATCH_NORM, NORM, CONV]
+    assert all_operations() == {operation.name: operation for operation in operations}
     problems = (
         Problem.parse(SMALL),
         LinearChain(1, 8, 8, 8, 2),
         BatchNorm(2, 3, 3, 8),
+        Norm(2, 9, 8),
         ConvNd(1, 8, 8, 8, 3),
     )
-    operations = [CONVOLUTION, LINEAR_CHAIN, BATCH_NORM, CONV]
     assert [operation_of(p) for p in problems] == operations
     families = [name for problem in problems for name in families_of(problem)]
     assert sorted(families) == sorted(all_families())
@@ -137,7 +137,7 @@ def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) ->
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
         assert list(all_families())[-1] == "layer_norm"
-        names = ["batch_norm", "conv", "conv2d", "layer_norm", "linear_chain"]
+        names = ["batch_norm", "conv", "conv2d", "layer_norm", "linear_chain", "norm"]
         assert sorted(all_operations()) == names
         rows = LayerNormProblem(40, 64)
         assert list(families_of(rows)) == ["layer_norm"]
