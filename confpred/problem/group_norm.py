@@ -270,7 +270,7 @@ class Norms:
         if not p.is_backward:
             return t
         with torch.enable_grad():
-            leaves = {
+            leaves: dict[str, torch.Tensor] = {
                 name: t[name].detach().requires_grad_()
                 for name in ("in", "weight", "bias", "residual")
                 if name in t
@@ -309,11 +309,14 @@ def _normalised(p: Norm, t: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
     x, weight, bias = t["in"], t.get("weight"), t.get("bias")
     x = x.float() if p.is_widened else x
-    own = (None, None) if p.adaptive else (weight, bias)
+    own = (None, None) if p.adaptive else (weight, bias)  # what the operator takes
     if p.p == 1 and p.groups == 1:
-        norm = F.layer_norm if p.centred else F.rms_norm
-        out = _image(p, norm(x, (p.c,), *own[: 1 + p.centred], eps=EPS))
-    elif p.groups == p.c:
+        if p.centred:
+            out = _image(p, F.layer_norm(x, (p.c,), *own, eps=EPS))
+        else:
+            out = _image(p, F.rms_norm(x, (p.c,), own[0], eps=EPS))
+            out = out if own[1] is None else out + _of_channels(p, own[1])
+    elif p.groups == p.c and p.p > 1:  # of one pixel it is refused
         out = F.instance_norm(_image(p, x), weight=own[0], bias=own[1], eps=EPS)
     else:
         out = F.group_norm(_image(p, x), p.groups, *own, eps=EPS)
@@ -331,7 +334,7 @@ def _image(p: Norm, x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 1)
 
 
-def norm_macros(problem: Norm) -> tuple[tuple[str, int], ...]:
+def norm_macros(problem: Norm) -> tuple[tuple[str, int | str], ...]:
     """Macros of the norm: whether it subtracts a mean, and what its weights are."""
     p = problem
     return (

@@ -305,7 +305,9 @@ class OnePass(Passes):
     """``kernels/batch_norm_one_pass.cu``; also ``per_sm``, how many of its blocks a multiprocessor
     holds at once, and ``kept_kb``, shared memory for the activations of a block."""
 
-    fields = ("vector", "unroll", "threads", "lanes", "blocks", "per_sm", "kept_kb")
+    fields: tuple[str, ...] = (
+        "vector", "unroll", "threads", "lanes", "blocks", "per_sm", "kept_kb",
+    )  # fmt: skip
     configs = config_table(
         fields,
         (
@@ -324,7 +326,7 @@ class OnePass(Passes):
         ),
     )
 
-    def legal(self, problem: BatchNorm, device: Device) -> Mask:
+    def legal(self, problem: Any, device: Device) -> Mask:
         t = self._layout(problem)
         smem_bytes = self._smem_bytes(problem, t)
         needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)
@@ -356,10 +358,10 @@ class OnePass(Passes):
     def _registers(self, problem: Any, t: dict[str, Array]) -> Array:
         return super()._registers(problem, t) + 8
 
-    def _fixed_s(self, problem: BatchNorm) -> float:
+    def _fixed_s(self, problem: Any) -> float:
         return common.LAUNCH_S + _MEET_S
 
-    def launch(self, problem: BatchNorm, row: int) -> Launch:
+    def launch(self, problem: Any, row: int) -> Launch:
         p, t, part = problem, self._one(problem, row), "one_pass"
         operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", *_STATISTICS)
         if p.is_backward:

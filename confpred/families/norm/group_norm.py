@@ -6,14 +6,14 @@ legality, features and launches of ``group_norm.cu`` and ``group_norm_one_pass.c
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from typing import Any
 
 import numpy as np
 
 from confpred.families import common
 from confpred.families.common import ceil_div
 from confpred.families.norm import batch_norm
-from confpred.families.norm.batch_norm import LEAST_BLOCKS, LEAST_LANES, Passes, error_of
+from confpred.families.norm.batch_norm import LEAST_BLOCKS, Passes, error_of
 from confpred.families.protocol import Array, Mask
 from confpred.families.table import config_table
 from confpred.problem.device import Device
@@ -85,17 +85,8 @@ class _Groups(Passes):
 class TwoPass(_Groups):
     """``kernels/group_norm.cu``."""
 
-    fields = ("vector", "unroll", "threads", "lanes", "blocks")
-    configs = config_table(
-        fields,
-        product(
-            (1, 2, 4, 8),
-            (2, 4, 8),
-            (256, 512),
-            (LEAST_LANES, 16, 32, 64, 128, _MOST_LANES),
-            (LEAST_BLOCKS, 132, 264, 528, 1056),
-        ),
-    )
+    fields = batch_norm.TwoPass.fields
+    configs = batch_norm.TwoPass.configs
 
     def legal(self, problem: Norm, device: Device) -> Mask:
         t = self._layout(problem)
@@ -136,7 +127,7 @@ class OnePass(_Groups, batch_norm.OnePass):
         ),
     )
 
-    def legal(self, problem: Norm, device: Device) -> Mask:
+    def legal(self, problem: Any, device: Device) -> Mask:
         t = self._layout(problem)
         waits = t["splits"] > 1
         return (
@@ -147,13 +138,13 @@ class OnePass(_Groups, batch_norm.OnePass):
             & (ceil_div(problem.n, t["samples"]) <= _MOST_LAUNCHES)
         )
 
-    def _allowed(self, problem: Norm, t: dict[str, Array]) -> Mask:
+    def _allowed(self, problem: Any, t: dict[str, Array]) -> Mask:
         return self._of_groups(problem, t)
 
     def _waiting(self, t: dict[str, Array]) -> Array:
         return np.where(t["splits"] > 1, t["grid"], 0)
 
-    def launch(self, problem: Norm, row: int) -> Launch:
+    def launch(self, problem: Any, row: int) -> Launch:
         p, t, part = problem, self._one(problem, row), "one_pass"
         operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", "mean", "invstd")
         operands = (*operands, "eps", ZEROED, SCRATCH)
