@@ -1,1 +1,1 @@
-"""Batch norm with its activation, forward and backward."""
+"""Norms with their activation, forward and backward."""

@@ -1,0 +1,77 @@
+// Layer norm and RMS norm with their activation (row_norm.cuh has the layout). The mean comes first, then the squares of
+// the distances from it, both from registers: exact however far the mean is from zero.
+//
+//   out = activation((in - mean) * invstd * weight + bias + residual)
+//
+// HELD: weight and bias stay in registers over all rows of a block; otherwise a block has one round of rows.
+#include "row_norm.cuh"
+
+static_assert(SUMS_FLOATS * sizeof(float) == HOST_SMEM_BYTES, "the host sizes shared memory otherwise");
+
+struct Weights {
+    float weight[ACCESSES][VECTOR], bias[ACCESSES][VECTOR];
+
+    __device__ __forceinline__ void load(const Weight* from_weight, const Weight* from_bias, const Lane& lane) {
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            load_weights(weight[a], from_weight, 1.0f, AFFINE > 0, lane, a);
+            load_weights(bias[a], from_bias, 0.0f, AFFINE > 1, lane, a);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
+    Element* __restrict__ out, float* __restrict__ mean, float* __restrict__ invstd, const Element* __restrict__ in,
+    const Weight* __restrict__ weight, const Weight* __restrict__ bias, const Element* __restrict__ residual,
+    const float* __restrict__ eps, int rows, int channels) {
+    const Element* const from[] = {in, residual};
+    Lane lane(rows, channels);
+    Row<1 + HAS_RESIDUAL> row, next;
+    if (AHEAD || !HELD) row.load(from, lane, lane.row);
+    Weights weights;
+    if (HELD) weights.load(weight, bias, lane);
+    const float count = static_cast<float>(channels), added = *eps;
+    int turn = 0;
+    for (int block_row = blockIdx.x * AT_ONCE; block_row < rows; block_row += lane.step, lane.row += lane.step) {
+        if (AHEAD) next.load(from, lane, lane.row + lane.step);
+        else if (HELD) row.load(from, lane, lane.row);
+        float x[ACCESSES][VECTOR], sum[1] = {}, squares[1] = {};
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            row.of[0][a].to_floats(x[a]);
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) sum[0] += x[a][v];
+        }
+        if (CENTRED) add_row(sum, turn);
+        const float centre = CENTRED ? sum[0] / count : 0.0f;
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a)
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                x[a][v] -= centre;
+                if (lane.has_channel(a)) squares[0] += x[a][v] * x[a][v];
+            }
+        add_row(squares, turn);
+        const float deviation = inverse_deviation(squares[0] / count, added);
+        if (CENTRED && lane.is_first()) mean[lane.row] = centre;
+        if (lane.is_first()) invstd[lane.row] = deviation;
+        if (!HELD) weights.load(weight, bias, lane);
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            if (!lane.has(a, lane.row)) continue;
+            float more[VECTOR];
+            if (HAS_RESIDUAL) row.of[HAS_RESIDUAL][a].to_floats(more);
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                float z = argument(x[a][v], __fmul_rn(weights.weight[a][v], deviation), weights.bias[a][v]);
+                if (HAS_RESIDUAL) z = __fadd_rn(z, more[v]);
+                x[a][v] = activate<ACTIVATION>(z);
+            }
+            Access result;
+            result.from_floats(x[a]);
+            store_last(out + lane.offset(a, lane.row), result);
+        }
+        if (!HELD) break;
+        if (AHEAD) row = next;
+    }
+}

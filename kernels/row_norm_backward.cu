@@ -1,0 +1,107 @@
+// Backward layer norm and RMS norm with their activation (row_norm.cuh has the layout). The normalised row is never
+// stored: its activation's argument is computed again. With d, the gradient before the activation times the weight,
+//
+//   in_grad = invstd * (d - mean of d - normalised * mean of (d * normalised))        RMS norm: without the mean of d
+//
+// A thread has the same channels of every row, so it adds up their gradients of weight and bias in registers. Those of
+// a block's rows meet in shared memory, those of the blocks in `scratch`, where row_norm_sum.cu adds them up.
+#include "row_norm.cuh"
+
+constexpr int WIDTH = LANES > 32 ? LANES : 32;  // threads that add up the rows of a block together
+constexpr int WIDTHS = THREADS / WIDTH;
+// Floats that all but the first WIDTH threads hand over; sums of rows have the same shared memory before.
+enum { HANDED = AFFINE ? (WIDTHS - 1) * LANES * VECTOR : 0, FLOATS = HANDED > SUMS_FLOATS ? HANDED : SUMS_FLOATS };
+static_assert(FLOATS * sizeof(float) == HOST_SMEM_BYTES, "the host sizes shared memory otherwise");
+
+// Leaves the sums over a block's rows with the threads of its first row.
+__device__ __forceinline__ void add_rows(float (&values)[VECTOR]) {
+#pragma unroll
+    for (int apart = LANES; apart < 32; apart *= 2)
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) values[v] += __shfl_xor_sync(~0u, values[v], apart);
+    if (WIDTHS == 1) return;
+    const int number = threadIdx.x / WIDTH, lane = threadIdx.x % WIDTH;
+    __syncthreads();
+    if (number > 0 && lane < LANES)
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) shared[((number - 1) * VECTOR + v) * LANES + lane] = values[v];
+    __syncthreads();
+    if (threadIdx.x >= LANES) return;
+    for (int other = 0; other < WIDTHS - 1; ++other)
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) values[v] += shared[(other * VECTOR + v) * LANES + lane];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
+    Element* __restrict__ in_grad, Element* __restrict__ residual_grad, const Element* __restrict__ out_grad,
+    const Element* __restrict__ in, const Weight* __restrict__ weight, const Weight* __restrict__ bias,
+    const Element* __restrict__ residual, const float* __restrict__ mean, const float* __restrict__ invstd,
+    float* __restrict__ scratch, int rows, int channels) {
+    const Element* const from[] = {in, out_grad, residual};
+    Lane lane(rows, channels);
+    Row<2 + HAS_RESIDUAL> row, next;
+    if (AHEAD) row.load(from, lane, lane.row);
+    const float share = 1.0f / static_cast<float>(channels);
+    float grads[AFFINE ? AFFINE : 1][ACCESSES][VECTOR] = {};
+    int turn = 0;
+    for (int block_row = blockIdx.x * AT_ONCE; block_row < rows; block_row += lane.step, lane.row += lane.step) {
+        if (AHEAD) next.load(from, lane, lane.row + lane.step);
+        else row.load(from, lane, lane.row);
+        const bool is_row = lane.row < rows;
+        const float centre = CENTRED && is_row ? mean[lane.row] : 0.0f, deviation = is_row ? invstd[lane.row] : 0.0f;
+        float x[ACCESSES][VECTOR], d[ACCESSES][VECTOR], sums[1 + CENTRED] = {};
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            if (!lane.has(a, lane.row)) continue;
+            float more[VECTOR], weights[VECTOR], offset[VECTOR];
+            row.of[0][a].to_floats(x[a]);
+            row.of[1][a].to_floats(d[a]);
+            if (HAS_RESIDUAL) row.of[1 + HAS_RESIDUAL][a].to_floats(more);
+            load_weights(weights, weight, 1.0f, AFFINE > 0, lane, a);
+            load_weights(offset, bias, 0.0f, AFFINE > 1 && ACTIVATION != ACTIVATION_NONE, lane, a);
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                x[a][v] -= centre;
+                if (ACTIVATION != ACTIVATION_NONE) {
+                    float z = argument(x[a][v], __fmul_rn(weights[v], deviation), offset[v]);
+                    if (HAS_RESIDUAL) z = __fadd_rn(z, more[v]);
+                    d[a][v] *= slope<ACTIVATION>(z);
+                }
+                x[a][v] *= deviation;
+            }
+            if (HAS_RESIDUAL) {
+                Access result;
+                result.from_floats(d[a]);
+                store_last(residual_grad + lane.offset(a, lane.row), result);
+            }
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) {
+                if (AFFINE > 0) grads[0][a][v] += d[a][v] * x[a][v];
+                if (AFFINE > 1) grads[AFFINE / 2][a][v] += d[a][v];
+                d[a][v] *= weights[v];
+                sums[0] += d[a][v] * x[a][v];
+                if (CENTRED) sums[CENTRED] += d[a][v];
+            }
+        }
+        add_row(sums, turn);
+        const float product = sums[0] * share, constant = CENTRED ? sums[CENTRED] * share : 0.0f;
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            if (!lane.has(a, lane.row)) continue;
+#pragma unroll
+            for (int v = 0; v < VECTOR; ++v) d[a][v] = deviation * (d[a][v] - constant - x[a][v] * product);
+            Access result;
+            result.from_floats(d[a]);
+            store_last(in_grad + lane.offset(a, lane.row), result);
+        }
+        if (AHEAD) row = next;
+    }
+#pragma unroll
+    for (int i = 0; i < AFFINE; ++i)
+#pragma unroll
+        for (int a = 0; a < ACCESSES; ++a) {
+            add_rows(grads[i][a]);
+            float* const to = scratch + (static_cast<i64>(blockIdx.x) * AFFINE + i) * channels + lane.channel(a);
+            if (threadIdx.x < LANES && lane.has_channel(a)) put(to, grads[i][a]);
+        }
+}
