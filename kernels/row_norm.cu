@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 x[a][v] -= centre;
-                if (lane.has_channel(a)) squares[0] += x[a][v] * x[a][v];
+                if (lane.has(a)) squares[0] += x[a][v] * x[a][v];
             }
         add_row(squares, turn);
         const float deviation = inverse_deviation(squares[0] / count, added);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
         if (!HELD) weights.load(weight, bias, lane);
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
-            if (!lane.has(a, lane.row)) continue;
+            if (!lane.has(a) || lane.row >= rows) continue;
             float more[VECTOR];
             if (HAS_RESIDUAL) row.of[HAS_RESIDUAL][a].to_floats(more);
 #pragma unroll

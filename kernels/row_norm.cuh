@@ -11,6 +11,7 @@
 // changes.
 //
 //   AHEAD         the next row is read before the sums of this one are known
+//   FULL          no lane is idle
 //   AFFINE        0: nothing, 1: a weight, 2: a weight and a bias
 //   OWN_WEIGHTS   these have the activations' dtype, not float32
 #define UNROLL 1  // batch_norm.cuh has the formulas; its layout goes unused
@@ -40,7 +41,7 @@ struct __align__(sizeof(Weight) * VECTOR > 16 ? 16 : sizeof(Weight) * VECTOR) We
 
 extern __shared__ __align__(16) float shared[];
 
-// Where a thread is. Of its accesses only the last one may lie behind the row's end.
+// Where a thread is. Of its accesses only the last one may lie behind the row's end, and none if the row is FULL.
 struct Lane {
     int rows, channels, lane, row, step;
     bool inside;
@@ -53,8 +54,7 @@ struct Lane {
     }
     __device__ __forceinline__ bool is_first() const { return lane == 0 && row < rows; }
     __device__ __forceinline__ int channel(int access) const { return (access * LANES + lane) * VECTOR; }
-    __device__ __forceinline__ bool has_channel(int access) const { return access < ACCESSES - 1 || inside; }
-    __device__ __forceinline__ bool has(int access, int row) const { return row < rows && has_channel(access); }
+    __device__ __forceinline__ bool has(int access) const { return FULL || access < ACCESSES - 1 || inside; }
     __device__ __forceinline__ i64 offset(int access, int row) const { return static_cast<i64>(row) * channels + channel(access); }
 };
 
@@ -67,16 +67,19 @@ struct Row {
 #pragma unroll
         for (int t = 0; t < TENSORS; ++t)
 #pragma unroll
-            for (int a = 0; a < ACCESSES; ++a) {
-                of[t][a] = {};
-                if (lane.has(a, row)) of[t][a] = load_last(from[t] + lane.offset(a, row));
-            }
+            for (int a = 0; a < ACCESSES; ++a) of[t][a] = {};
+        if (row >= lane.rows) return;
+#pragma unroll
+        for (int t = 0; t < TENSORS; ++t)
+#pragma unroll
+            for (int a = 0; a < ACCESSES; ++a)
+                if (lane.has(a)) of[t][a] = load_last(from[t] + lane.offset(a, row));
     }
 };
 
 __device__ __forceinline__ void load_weights(float (&to)[VECTOR], const Weight* from, float absent, bool has, const Lane& lane, int a) {
     WeightAccess found;
-    if (has && lane.has_channel(a)) found = *reinterpret_cast<const WeightAccess*>(from + lane.channel(a));
+    if (has && lane.has(a)) found = *reinterpret_cast<const WeightAccess*>(from + lane.channel(a));
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) to[v] = has ? weight_to_float(found.of[v]) : absent;
 }

@@ -27,6 +27,7 @@ __device__ __forceinline__ void add_rows(float (&values)[VECTOR]) {
         for (int v = 0; v < VECTOR; ++v) shared[((number - 1) * VECTOR + v) * LANES + lane] = values[v];
     __syncthreads();
     if (threadIdx.x >= LANES) return;
+#pragma unroll 4
     for (int other = 0; other < WIDTHS - 1; ++other)
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) values[v] += shared[(other * VECTOR + v) * LANES + lane];
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
         float x[ACCESSES][VECTOR], d[ACCESSES][VECTOR], sums[1 + CENTRED] = {};
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
-            if (!lane.has(a, lane.row)) continue;
+            if (!lane.has(a)) continue;
             float more[VECTOR], weights[VECTOR], offset[VECTOR];
             row.of[0][a].to_floats(x[a]);
             row.of[1][a].to_floats(d[a]);
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
             if (HAS_RESIDUAL) {
                 Access result;
                 result.from_floats(d[a]);
-                store_last(residual_grad + lane.offset(a, lane.row), result);
+                if (is_row) store_last(residual_grad + lane.offset(a, lane.row), result);
             }
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
         const float product = sums[0] * share, constant = CENTRED ? sums[CENTRED] * share : 0.0f;
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
-            if (!lane.has(a, lane.row)) continue;
+            if (!lane.has(a) || !is_row) continue;
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) d[a][v] = deviation * (d[a][v] - constant - x[a][v] * product);
             Access result;
@@ -102,6 +103,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
         for (int a = 0; a < ACCESSES; ++a) {
             add_rows(grads[i][a]);
             float* const to = scratch + (static_cast<i64>(blockIdx.x) * AFFINE + i) * channels + lane.channel(a);
-            if (threadIdx.x < LANES && lane.has_channel(a)) put(to, grads[i][a]);
+            if (threadIdx.x < LANES && lane.has(a)) put(to, grads[i][a]);
         }
 }

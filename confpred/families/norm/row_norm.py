@@ -116,13 +116,12 @@ class RowNorm(Described):
     def _registers(self, problem: Norm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread, by what the compiler made of some layers' kernels."""
         p, vectors = problem, AFFINE.index(problem.affine)
-        weight = ITEMSIZES[p.weights] / 4
+        each = ITEMSIZES[p.weights] / 4 * np.where(t["blocks"] > 0, vectors, vectors / 2) + 1
         if p.is_backward:
-            each = 2 + _sums(p) + weight * (vectors > 0) + (p.activation != "none") / 2
-        else:
-            each = 1 + weight * vectors * np.where(t["blocks"] > 0, 1.0, 0.5)
-        loads = t["ahead"] * _reads(p) * p.itemsize / 4 + p.residual / 2
-        found: Array = (1.1 * ((each + loads) * t["elements"] + 18)).astype(np.int64)
+            each = 2 + _sums(p) + ITEMSIZES[p.weights] / 4 * (vectors > 0)
+        each = each + (p.activation != "none") / 2 + p.residual / 2
+        loads = t["ahead"] * _reads(p) * p.itemsize / 4
+        found: Array = ((each + loads) * t["elements"] + 18).astype(np.int64)
         return found
 
     def _derived(self, problem: Norm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
@@ -170,7 +169,9 @@ class RowNorm(Described):
                 STREAM=int(p.tensor_bytes > _STREAM_BYTES),
             ),
             *((name.upper(), t[name]) for name in ("lanes", "vector", "accesses", "threads")),
-            *common.macros(AHEAD=t["ahead"], HELD=int(t["blocks"] > 0)),
+            *common.macros(
+                FULL=int(t["covered"] == p.c), AHEAD=t["ahead"], HELD=int(t["blocks"] > 0)
+            ),
             *common.agreed_macros(smem_bytes=t["smem_bytes"]),
         )
         name = "row_norm_backward" if p.is_backward else "row_norm"
