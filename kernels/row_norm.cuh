@@ -13,11 +13,11 @@
 //   AHEAD         the next row is read before the sums of this one are known
 //   FULL          no lane is idle
 //   AFFINE        0: nothing, 1: a weight, 2: a weight and a bias
-//   OWN_WEIGHTS   these have the activations' dtype, not float32
 #define UNROLL 1  // batch_norm.cuh has the formulas; its layout goes unused
 #define FROZEN 0
 #define HOST_SUM_BYTES ((2 * VECTOR + 1) * (THREADS / 2) * 4)
 #include "batch_norm.cuh"
+#include "norm_weights.cuh"
 
 static_assert(!ADAPTIVE, "all rows have the same weight and bias");
 
@@ -28,13 +28,6 @@ constexpr int WARPS = THREADS / 32;
 // Floats of shared memory in which two sums of a row meet, twice.
 enum { TURN_FLOATS = 2 * WARPS, SUMS_FLOATS = 2 * TURN_FLOATS };
 
-#if OWN_WEIGHTS
-typedef Element Weight;
-__device__ __forceinline__ float weight_to_float(Weight x) { return element_to_float(x); }
-#else
-typedef float Weight;
-__device__ __forceinline__ float weight_to_float(Weight x) { return x; }
-#endif
 struct __align__(sizeof(Weight) * VECTOR > 16 ? 16 : sizeof(Weight) * VECTOR) WeightAccess {
     Weight of[VECTOR];
 };

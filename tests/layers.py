@@ -22,6 +22,7 @@ H100 = get_device("h100")
 #: The kernel families of convolution, and of norms: of batch norm and over groups, by name.
 CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
 GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
+ROW_NORMS = {name: family for name, family in GROUP_NORMS.items() if name.startswith("row_norm")}
 NORMS = {**kernels_of(BatchNorm(n=2, h=1, w=1, c=1)), **GROUP_NORMS}
 #: Those of depthwise convolution of lines and of volumes.
 OTHER_RANKS = kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from layers import GROUP_NORMS, H100, NORMS, random_norm
+from layers import GROUP_NORMS, H100, NORMS, ROW_NORMS, random_norm
 from references import outside, random_inputs
 
 from confpred.families.protocol import Family
@@ -30,7 +30,7 @@ def layer_of(family: Any, n: int, h: int, w: int, c: int, **fields: Any) -> Any:
     fields = {"direction": family.direction, **fields}
     if family.name not in GROUP_NORMS:
         return BatchNorm(n, h, w, c, **fields)
-    if family.name.startswith("row"):
+    if family.name in ROW_NORMS:
         return Norm(n * h * w, 1, c, **fields)
     groups = next(g for g in (32, 3, 1) if c % g == 0)
     return Norm(n, h * w, c, groups, **fields)

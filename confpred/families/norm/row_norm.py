@@ -18,7 +18,7 @@ from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.group_norm import AFFINE, NORM, Norm, weights_macros
+from confpred.problem.group_norm import AFFINE, NORM, Norm, norm_macros
 from confpred.problem.operation import SCRATCH, Launch
 from confpred.problem.record import ITEMSIZES
 
@@ -116,10 +116,11 @@ class RowNorm(Described):
     def _registers(self, problem: Norm, t: dict[str, Array]) -> Array:
         """Estimate the registers of a thread, by what the compiler made of some layers' kernels."""
         p, vectors = problem, AFFINE.index(problem.affine)
-        each = ITEMSIZES[p.weights] / 4 * np.where(t["blocks"] > 0, vectors, vectors / 2) + 1
+        weight = ITEMSIZES[p.weights] / 4
+        each = np.where(t["blocks"] > 0, vectors, vectors / 2) * weight + 1
         if p.is_backward:
-            each = 2 + _sums(p) + ITEMSIZES[p.weights] / 4 * (vectors > 0)
-        each = each + (p.activation != "none") / 2 + p.residual / 2
+            each = np.full(len(each), 2 + _sums(p) + weight * (vectors > 0))
+        each += ((p.activation != "none") + p.residual) / 2
         loads = t["ahead"] * _reads(p) * p.itemsize / 4
         found: Array = ((each + loads) * t["elements"] + 18).astype(np.int64)
         return found
@@ -161,10 +162,9 @@ class RowNorm(Described):
         defines = (
             dtype_macro(p),
             activation_macro(p.activation),
-            *weights_macros(p),
+            *norm_macros(p),
             *common.macros(
                 AFFINE=AFFINE.index(p.affine),
-                CENTRED=int(p.centred),
                 HAS_RESIDUAL=int(p.residual),
                 STREAM=int(p.tensor_bytes > _STREAM_BYTES),
             ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import norms
 import pytest
-from layers import GROUP_NORMS, H100
+from layers import GROUP_NORMS, H100, ROW_NORMS
 from norms import FAMILIES, legal_rows, random_problem
 from ptxas import ARCHS, resources
 
@@ -17,6 +17,9 @@ from confpred.problem.conv2d import DTYPES
 from confpred.problem.device import KNOWN, Device
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+#: Row norms have no tiles (test_row_norm.py).
+TILED = {name: family for name, family in FAMILIES.items() if name not in ROW_NORMS}
+every_tiled_family = pytest.mark.parametrize("family", TILED.values(), ids=TILED)
 ONE_PASS = [name for name in FAMILIES if "one_pass" in name]
 
 
@@ -47,7 +50,7 @@ def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str
 
 
 @pytest.mark.parametrize("c", [32, 96, 144, 480, 1152])
-@every_family
+@every_tiled_family
 def test_few_threads_are_idle(family: Family, c: int) -> None:
     """At 96 or 144 channels too, which leave a third of a tile of 64 empty."""
     problem = layer_of(family, c=c)
@@ -58,7 +61,7 @@ def test_few_threads_are_idle(family: Family, c: int) -> None:
 
 
 @pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
-@every_family
+@every_tiled_family
 def test_blocks_are_cut_as_the_kernel_counts_them(family: Family, device: Device) -> None:
     rng = random.Random(family.name)
     for _ in range(6):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from group_norms import FAMILIES, legal_rows, random_norm_problem
-from layers import H100
+from layers import H100, ROW_NORMS
+from norms import legal_rows, random_problem
 from ptxas import ARCHS, resources
 
 from confpred.families.protocol import Family, config_dict
@@ -18,8 +18,7 @@ from confpred.problem.device import KNOWN, Device
 from confpred.problem.group_norm import AFFINE, Norm
 from confpred.problem.operation import KernelSpec
 
-ROWS = {name: f for name, f in FAMILIES.items() if name in ("row_norm", "row_norm_backward")}
-every_family = pytest.mark.parametrize("family", ROWS.values(), ids=ROWS)
+every_family = pytest.mark.parametrize("family", ROW_NORMS.values(), ids=ROW_NORMS)
 
 
 def layer_of(family: Family, **fields: object) -> Norm:
@@ -56,7 +55,7 @@ def test_what_the_kernels_do_not_compute_is_refused(family: Family) -> None:
 @every_family
 def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str) -> None:
     for n in (1, 25_088):
-        problem = layer_of(family, n=n, c=c, dtype=dtype, residual=False)
+        problem = layer_of(family, n=n, c=c, dtype=dtype)
         assert legal_rows(family, problem)
         for row in legal_rows(family, problem):
             config = config_dict(family, row)
@@ -68,9 +67,8 @@ def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_family
 def test_no_number_of_channels_is_left_out(family: Family, dtype: str) -> None:
-    activation = "silu"
     for c in range(1, 8193):
-        problem = layer_of(family, c=c, dtype=dtype, activation=activation, residual=True)
+        problem = layer_of(family, c=c, dtype=dtype, activation="silu", residual=True)
         assert family.legal(problem, H100).any(), c
 
 
@@ -97,7 +95,7 @@ def test_few_lanes_are_idle(family: Family, c: int) -> None:
 def test_rows_are_cut_as_the_kernel_counts_them(family: Family, device: Device) -> None:
     rng = random.Random(family.name)
     for n in (1, 40, 25_088):
-        problem = replace(random_norm_problem(rng, family), n=n)
+        problem = replace(random_problem(rng, family), n=n)
         rows = legal_rows(family, problem, device)
         for row in rng.sample(rows, min(20, len(rows))):
             config, (step, *_) = config_dict(family, row), family.launch(problem, row).steps
@@ -109,7 +107,7 @@ def test_rows_are_cut_as_the_kernel_counts_them(family: Family, device: Device) 
 
 @pytest.mark.parametrize("affine", AFFINE)
 def test_gradients_of_weights_take_a_second_launch(affine: str) -> None:
-    for family in ROWS.values():
+    for family in ROW_NORMS.values():
         problem = layer_of(family, affine=affine)
         launch = family.launch(problem, legal_rows(family, problem)[0])
         sums = AFFINE.index(affine) * problem.is_backward

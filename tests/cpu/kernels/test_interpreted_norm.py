@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from layers import H100
+from layers import H100, ROW_NORMS
 from norms import FAMILIES, expected, inputs_of, layer_of, legal_rows, random_problem, wrong
 from ptx.launch import interpret
 from slow import slow_but
@@ -84,10 +84,11 @@ def test_an_outlier_in_front_loses_nothing(name: str) -> None:
     check(family, problem, legal_rows(family, problem)[:3], inputs)
 
 
-@every_family
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - ROW_NORMS.keys()))
 def test_sums_do_not_depend_on_the_blocks_that_run_together(
-    family: Family, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    family = FAMILIES[name]
     problem = layer_of(family, 2, 40, 40, 16, activation="relu")
     inputs = inputs_of(problem, 0)
     shared = [r for r in legal_rows(family, problem) if family.launch(problem, r).zeroed_bytes]
