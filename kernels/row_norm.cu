@@ -33,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
     const float count = static_cast<float>(channels), added = *eps;
     int turn = 0;
     for (int block_row = blockIdx.x * AT_ONCE; block_row < rows; block_row += lane.step, lane.row += lane.step) {
-        if (AHEAD) next.load(from, lane, lane.row + lane.step);
-        else if (HELD) row.load(from, lane, lane.row);
+        if (HELD) (AHEAD ? next : row).load(from, lane, AHEAD ? lane.row + lane.step : lane.row);
         float x[ACCESSES][VECTOR], sum[1] = {}, squares[1] = {};
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {

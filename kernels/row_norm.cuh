@@ -13,7 +13,7 @@
 //   AHEAD         the next row is read before the sums of this one are known
 //   FULL          no lane is idle
 //   AFFINE        0: nothing, 1: a weight, 2: a weight and a bias
-#define UNROLL 1  // batch_norm.cuh has the formulas; its layout goes unused
+#define UNROLL 1  // batch_norm.cuh has the formulas; its layout, which the next macros are for too, goes unused
 #define FROZEN 0
 #define HOST_SUM_BYTES ((2 * VECTOR + 1) * (THREADS / 2) * 4)
 #include "batch_norm.cuh"
@@ -70,6 +70,7 @@ struct Row {
     }
 };
 
+// VECTOR channels of a weight or bias; `absent` where the norm has none.
 __device__ __forceinline__ void load_weights(float (&to)[VECTOR], const Weight* from, float absent, bool has, const Lane& lane, int a) {
     WeightAccess found;
     if (has && lane.has(a)) found = *reinterpret_cast<const WeightAccess*>(from + lane.channel(a));

@@ -3,8 +3,8 @@
 //
 //   in_grad = invstd * (d - mean of d - normalised * mean of (d * normalised))        RMS norm: without the mean of d
 //
-// A thread has the same channels of every row, so it adds up their gradients of weight and bias in registers. Those of
-// a block's rows meet in shared memory, those of the blocks in `scratch`, where row_norm_sum.cu adds them up.
+// A thread has the same channels of every row, so it adds up their gradients of weight and bias in registers. The sums of
+// a block's rows meet in shared memory, and those of the blocks in `scratch`, where row_norm_sum.cu adds them up.
 #include "row_norm.cuh"
 
 constexpr int WIDTH = LANES > 32 ? LANES : 32;  // threads that add up the rows of a block together
@@ -33,6 +33,16 @@ __device__ __forceinline__ void add_rows(float (&values)[VECTOR]) {
         for (int v = 0; v < VECTOR; ++v) values[v] += shared[(other * VECTOR + v) * LANES + lane];
 }
 
+// A row's statistics, as forward stored them.
+struct Statistics {
+    float centre, deviation;
+
+    __device__ __forceinline__ void load(const float* mean, const float* invstd, const Lane& lane, int row) {
+        centre = CENTRED && row < lane.rows ? mean[row] : 0.0f;
+        deviation = row < lane.rows ? invstd[row] : 0.0f;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
     Element* __restrict__ in_grad, Element* __restrict__ residual_grad, const Element* __restrict__ out_grad,
     const Element* __restrict__ in, const Weight* __restrict__ weight, const Weight* __restrict__ bias,
@@ -41,15 +51,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
     const Element* const from[] = {in, out_grad, residual};
     Lane lane(rows, channels);
     Row<2 + HAS_RESIDUAL> row, next;
-    if (AHEAD) row.load(from, lane, lane.row);
+    Statistics own, later;
+    if (AHEAD) {
+        row.load(from, lane, lane.row);
+        own.load(mean, invstd, lane, lane.row);
+    }
     const float share = 1.0f / static_cast<float>(channels);
     float grads[AFFINE ? AFFINE : 1][ACCESSES][VECTOR] = {};
     int turn = 0;
     for (int block_row = blockIdx.x * AT_ONCE; block_row < rows; block_row += lane.step, lane.row += lane.step) {
-        if (AHEAD) next.load(from, lane, lane.row + lane.step);
-        else row.load(from, lane, lane.row);
+        (AHEAD ? next : row).load(from, lane, AHEAD ? lane.row + lane.step : lane.row);
+        (AHEAD ? later : own).load(mean, invstd, lane, AHEAD ? lane.row + lane.step : lane.row);
+        const float centre = own.centre, deviation = own.deviation;
         const bool is_row = lane.row < rows;
-        const float centre = CENTRED && is_row ? mean[lane.row] : 0.0f, deviation = is_row ? invstd[lane.row] : 0.0f;
         float x[ACCESSES][VECTOR], d[ACCESSES][VECTOR], sums[1 + CENTRED] = {};
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
@@ -95,7 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
             result.from_floats(d[a]);
             store_last(in_grad + lane.offset(a, lane.row), result);
         }
-        if (AHEAD) row = next;
+        if (!AHEAD) continue;
+        row = next;
+        own = later;
     }
 #pragma unroll
     for (int i = 0; i < AFFINE; ++i)

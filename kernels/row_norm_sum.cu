@@ -3,10 +3,10 @@
 //
 //   scratch[blocks][elements]    float32; `elements` are those of the weight (channels) and, behind them, of the bias
 //
-// With so many warps all loads are under way at once: few blocks are launched where there are few channels.
+// Few channels make few blocks, so a thread has AT_ONCE loads under way: all of its share of 288 blocks.
 #include "depthwise.cuh"
 
-enum { WARPS = 32, THREADS = 32 * WARPS, COLUMNS = 32 };
+enum { WARPS = 32, THREADS = 32 * WARPS, COLUMNS = 32, AT_ONCE = 9 };
 static_assert(THREADS == HOST_THREADS && COLUMNS == HOST_COLUMNS, "the host launches other blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS) row_norm_sum(
@@ -16,9 +16,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_sum(
     const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS;
     const int element = blockIdx.x * COLUMNS + lane;
     float sum = 0.0f;
-    if (element < elements)
-#pragma unroll 8
-        for (int block = warp; block < blocks; block += WARPS) sum += scratch[static_cast<i64>(block) * elements + element];
+    for (int first = warp; first < blocks; first += AT_ONCE * WARPS) {
+        float found[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int block = first + i * WARPS;
+            found[i] = block < blocks && element < elements ? scratch[static_cast<i64>(block) * elements + element] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sum += found[i];
+    }
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || element >= elements) return;

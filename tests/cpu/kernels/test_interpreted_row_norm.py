@@ -127,6 +127,17 @@ def test_a_mean_of_a_thousand_deviations_is_right(family: Family, dtype: str) ->
             assert error < (5e-3 if dtype == "bfloat16" else 8e-4), f"{name} of config {row}"
 
 
+@pytest.mark.parametrize("c", [5, 16])
+@every_grid
+def test_accesses_of_large_tensors_are_right(
+    family: Family, c: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are marked as the last ones."""
+    monkeypatch.setattr("confpred.families.norm.row_norm._STREAM_BYTES", 0)
+    problem = Norm(300, 1, c, direction=family.direction)
+    check(family, problem, some(family, problem, 1))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_family
 def test_a_nan_stays_in_its_row(family: Family, activation: str) -> None:
