@@ -100,7 +100,7 @@ class RowNorm(Described):
             & ((3 * t["covered"] <= 4 * p.c) | (t["lanes"] == _LANES[0]))
             & (registers <= common.MOST_ESTIMATED_REGISTERS)
             # The kernel is compiled to fit a block, and would spill.
-            & (registers <= _REGISTERS // t["threads"] + 24)
+            & (registers <= _REGISTERS // t["threads"] + 12)
             # Twice as many threads as all rows need are those of half as many, and so are blocks.
             & (
                 (t["at_once"] < 2 * p.rows)
