@@ -14,7 +14,7 @@ from ptxas import ARCHS, resources
 from confpred.cuda.compiler import ptx_of
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.conv2d import DTYPES
-from confpred.problem.device import KNOWN, Device
+from confpred.problem.device import Device
 
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 #: Row norms have no tiles (test_row_norm.py).
@@ -60,7 +60,7 @@ def test_few_threads_are_idle(family: Family, c: int) -> None:
         assert step.block[0] - 32 < used <= step.block[0] <= config_dict(family, row)["threads"]
 
 
-@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
 @every_tiled_family
 def test_blocks_are_cut_as_the_kernel_counts_them(family: Family, device: Device) -> None:
     rng = random.Random(family.name)
