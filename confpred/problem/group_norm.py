@@ -96,7 +96,7 @@ class Norm(Record):
             raise InvalidProblem("weights", self.weights, f"float32 or {self.dtype}")
         if self.affine == "none" and (self.adaptive or self.weights != "float32"):
             raise InvalidProblem("affine", "none", "weight or full, where weights are described")
-        if not self.centred and (self.p, self.groups) != (1, 1):
+        if not self.centred and not self.is_of_rows:
             raise InvalidProblem("centred", False, "true, unless p and groups are 1")
 
     def layer(self) -> Norm:
@@ -116,6 +116,16 @@ class Norm(Record):
     @property
     def is_backward(self) -> bool:
         return self.direction == "backward"
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether the channels of a pixel are one group, as of layer norm and RMS norm."""
+        return self.p == 1 and self.groups == 1
+
+    @property
+    def is_instance_norm(self) -> bool:
+        """Whether each channel is a group; PyTorch's instance norm refuses a single pixel."""
+        return self.groups == self.c and self.p > 1
 
     @property
     def is_widened(self) -> bool:
@@ -163,9 +173,9 @@ class Norm(Record):
 
     @property
     def grouping(self) -> str:
-        if self.p == 1 and self.groups == 1:
+        if self.is_of_rows:
             return "layer norm" if self.centred else "RMS norm"
-        return "instance norm" if self.groups == self.c else "group norm"
+        return "instance norm" if self.is_instance_norm else "group norm"
 
     @property
     def kind(self) -> str:
@@ -264,70 +274,107 @@ class Norms:
         self, problem: Norm, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return `tensors`, and what PyTorch's own forward pass leaves to its backward pass."""
-        import torch
-
         p, t = problem, dict(tensors)
         if not p.is_backward:
             return t
-        with torch.enable_grad():
-            leaves: dict[str, torch.Tensor] = {
-                name: t[name].detach().requires_grad_()
-                for name in ("in", "weight", "bias", "residual")
-                if name in t
-            }
-            out = _normalised(p, leaves)
-            if "residual" in leaves:
-                out = out + _image(p, leaves["residual"])
-        saved = saved_of(p.activation, out.detach())
-        return t | {f"leaf_{name}": leaf for name, leaf in leaves.items()} | {
-            "normalised": out, "saved": saved,
-        }  # fmt: skip
+        out, saved = _normalised(p, t)
+        if p.residual:
+            out = out + _image(p, t["residual"])
+        return t | saved | {"saved": saved_of(p.activation, out)}
 
     def pytorch(self, problem: Norm, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return the output, or the gradients, by the operators that eager PyTorch calls;
         `prepared` saves backward the forward pass."""
-        import torch
-
         p, t = problem, tensors
         if not p.is_backward:
-            out = _normalised(p, t)
+            out, _ = _normalised(p, t)
             out = activated(p.activation, out + _image(p, t["residual"]) if p.residual else out)
             return out.to(t["in"].dtype)
         t = t if "saved" in t else self.prepared(p, t)
-        grad = argument_grad(
-            p.activation, _image(p, t["out_grad"]).to(t["saved"].dtype), t["saved"]
-        )
-        leaves = [t[f"leaf_{n}"] for n in ("in", "residual", "weight", "bias") if f"leaf_{n}" in t]
-        grads = torch.autograd.grad(t["normalised"], leaves, grad, retain_graph=True)
-        return tuple(_image(p, g) if g.dim() == 3 and g.shape[1] == p.p else g for g in grads)
+        out_grad = _image(p, t["out_grad"]).to(t["saved"].dtype)
+        grad = argument_grad(p.activation, out_grad, t["saved"])
+        residual = (grad.to(t["in"].dtype),) if p.residual else ()
+        in_grad, *of_weights = _gradients(p, t, grad)
+        return in_grad.to(t["in"].dtype), *residual, *of_weights[: AFFINE.index(p.affine)]
 
 
-def _normalised(p: Norm, t: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the normalised tensor (n, c, p) by the operator that users call. Where weights are in
-    float32 and activations are not, autocast has it in float32."""
-    import torch.nn.functional as F
+# PyTorch's operators, as its functions call them on a GPU: group and instance norm copy what is not
+# channels first, and autocast has all of them in float32 (`Norm.is_widened`).
+
+
+def _normalised(
+    p: Norm, t: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the normalised tensor (n, c, p), and what is saved for `_gradients`."""
+    import torch
 
     x, weight, bias = t["in"], t.get("weight"), t.get("bias")
     x = x.float() if p.is_widened else x
     own = (None, None) if p.adaptive else (weight, bias)  # what the operator takes
-    if p.p == 1 and p.groups == 1:
+    if p.is_of_rows:
         if p.centred:
-            out = _image(p, F.layer_norm(x, (p.c,), *own, eps=EPS))
+            out, *saved = torch.native_layer_norm(x, [p.c], *own, EPS)
         else:
-            out = _image(p, F.rms_norm(x, (p.c,), own[0], eps=EPS))
-            out = out if own[1] is None else out + _of_channels(p, own[1])
-    elif p.groups == p.c and p.p > 1:  # of one pixel it is refused
-        out = F.instance_norm(_image(p, x), weight=own[0], bias=own[1], eps=EPS)
+            out, *saved = torch.ops.aten._fused_rms_norm(x, [p.c], own[0], EPS)
+            out = out if own[1] is None else out + own[1]
+        out = _image(p, out)
     else:
-        out = F.group_norm(_image(p, x), p.groups, *own, eps=EPS)
+        x = _image(p, x).contiguous()
+        if p.is_instance_norm:
+            each = [None if v is None else v.repeat(p.n) for v in own]
+            out, *saved, used = torch._batch_norm_impl_index(
+                x.view(1, -1, p.p), *each, None, None, True, 0.0, EPS, True
+            )
+            out, saved = out.view(x.shape), [*saved, torch.tensor(used)]
+        else:
+            out, *saved = torch.native_group_norm(x, *own, p.n, p.c, p.p, p.groups, EPS)
+    kept = {"x": x, **{f"saved_{i}": each for i, each in enumerate(saved)}}
     if p.adaptive and weight is not None:
-        out = out * _of_channels(p, weight)
-        out = out if bias is None else out + _of_channels(p, bias)
-    return out
+        kept["unit"] = out
+        out = out * weight[..., None]
+        out = out if bias is None else out + bias[..., None]
+    return out, kept
 
 
-def _of_channels(p: Norm, vector: torch.Tensor) -> torch.Tensor:
-    return vector.view(-1, p.c, 1)
+def _gradients(
+    p: Norm, t: Mapping[str, torch.Tensor], grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the input (n, p, c), weight and bias, given that of the normalised
+    tensor and what `_normalised` saved."""
+    import torch
+
+    aten, x, weight, bias = torch.ops.aten, t["x"], t.get("weight"), t.get("bias")
+    adaptive = None
+    if p.adaptive and weight is not None:
+        adaptive = (grad * t["unit"]).sum(2), grad.sum(2)
+        grad, weight, bias = grad * weight[..., None], None, None
+    saved = [t[f"saved_{i}"] for i in range(sum(name[:6] == "saved_" for name in t))]
+    mask = [True, weight is not None, bias is not None]
+    found: Any
+    if p.is_of_rows:
+        rows = _image(p, grad)
+        if p.centred:
+            found = aten.native_layer_norm_backward(rows, x, [p.c], *saved, weight, bias, mask)
+        else:
+            found = aten._fused_rms_norm_backward(rows, x, [p.c], *saved, weight, mask[:2])
+            found = *found, rows.sum((0, 1))
+    else:
+        grad = grad.contiguous()
+        if p.is_instance_norm:
+            *statistics, reserve, used = saved
+            each = None if weight is None else weight.repeat(p.n)
+            found = aten._batch_norm_impl_index_backward(
+                int(used), x.view(1, -1, p.p), grad.view(1, -1, p.p), each, None, None, *statistics,
+                True, EPS, mask, reserve,
+            )  # fmt: skip
+            of_weights = (g.view(p.n, p.c).sum(0) for g in found[1:] if weight is not None)
+            found = found[0].view(x.shape), *of_weights
+        else:
+            found = aten.native_group_norm_backward(
+                grad, x, *saved, weight, p.n, p.c, p.p, p.groups, mask
+            )
+        found = _image(p, found[0]), *found[1:]
+    return found if adaptive is None else (found[0], *adaptive)
 
 
 def _image(p: Norm, x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class _Groups(Passes):
         legal: Mask = (
             self._shared(problem, t)
             & problem.centred
-            & ((problem.p, problem.groups) != (1, 1))  # `row_norm` reads such a row once
+            & (not problem.is_of_rows)  # `row_norm` reads such a row once
             & ((t["used_lanes"] <= t["lanes"]) | (t["lanes"] == _MOST_LANES))
             & (t["used_lanes"] <= t["threads"] // 2)  # groups meet where a block's sums do
             & (t["samples"] <= _MOST_SAMPLES)
