@@ -321,9 +321,9 @@ def _normalised(
     else:
         x = _image(p, x).contiguous()
         if p.is_instance_norm:
-            each = [None if v is None else v.repeat(p.n) for v in own]
+            own_weight, own_bias = (None if v is None else v.repeat(p.n) for v in own)
             out, *saved, used = torch._batch_norm_impl_index(
-                x.view(1, -1, p.p), *each, None, None, True, 0.0, EPS, True
+                x.view(1, -1, p.p), own_weight, own_bias, None, None, True, 0.0, EPS, True
             )
             out, saved = out.view(x.shape), [*saved, torch.tensor(used)]
         else:
