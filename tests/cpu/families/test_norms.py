@@ -7,7 +7,7 @@ from typing import Any
 
 import norms
 import pytest
-from layers import GROUP_NORMS, H100, ROW_NORMS
+from layers import ARCHITECTURES, GROUP_NORMS, H100, ROW_NORMS
 from norms import FAMILIES, legal_rows, random_problem
 from ptxas import ARCHS, resources
 
