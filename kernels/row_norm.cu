@@ -38,18 +38,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
             row.of[0][a].to_floats(x[a]);
+            float part = 0.0f;  // accesses are added up side by side
 #pragma unroll
-            for (int v = 0; v < VECTOR; ++v) sum[0] += x[a][v];
+            for (int v = 0; v < VECTOR; ++v) part += x[a][v];
+            sum[0] += part;
         }
         if (CENTRED) add_row(sum, turn);
         const float centre = CENTRED ? sum[0] / count : 0.0f;
 #pragma unroll
-        for (int a = 0; a < ACCESSES; ++a)
+        for (int a = 0; a < ACCESSES; ++a) {
+            float part = 0.0f;
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 x[a][v] -= centre;
-                if (lane.has(a)) squares[0] += x[a][v] * x[a][v];
+                part += x[a][v] * x[a][v];
             }
+            if (lane.has(a)) squares[0] += part;
+        }
         add_row(squares, turn);
         const float deviation = inverse_deviation(squares[0] / count, added);
         if (CENTRED && lane.is_first()) mean[lane.row] = centre;

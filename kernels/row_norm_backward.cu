@@ -89,22 +89,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
                 result.from_floats(d[a]);
                 if (is_row) store_last(residual_grad + lane.offset(a, lane.row), result);
             }
+            float product = 0.0f, sum = 0.0f;  // accesses are added up side by side
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 if (AFFINE > 0) grads[0][a][v] += d[a][v] * x[a][v];
                 if (AFFINE > 1) grads[AFFINE / 2][a][v] += d[a][v];
                 d[a][v] *= weights[v];
-                sums[0] += d[a][v] * x[a][v];
-                if (CENTRED) sums[CENTRED] += d[a][v];
+                product += d[a][v] * x[a][v];
+                sum += d[a][v];
             }
+            sums[0] += product;
+            if (CENTRED) sums[CENTRED] += sum;
         }
         add_row(sums, turn);
-        const float product = sums[0] * share, constant = CENTRED ? sums[CENTRED] * share : 0.0f;
+        const float factor = sums[0] * share, constant = CENTRED ? sums[CENTRED] * share : 0.0f;
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
             if (!lane.has(a) || !is_row) continue;
 #pragma unroll
-            for (int v = 0; v < VECTOR; ++v) d[a][v] = deviation * (d[a][v] - constant - x[a][v] * product);
+            for (int v = 0; v < VECTOR; ++v) d[a][v] = deviation * (d[a][v] - constant - x[a][v] * factor);
             Access result;
             result.from_floats(d[a]);
             store_last(in_grad + lane.offset(a, lane.row), result);
