@@ -128,6 +128,11 @@ class Norm(Record):
         return self.groups == self.c and self.p > 1
 
     @property
+    def is_trivial(self) -> bool:
+        """Whether a group has so few values that the input's gradient is none but for eps."""
+        return self.p * self.width <= 2
+
+    @property
     def is_widened(self) -> bool:
         """Whether PyTorch computes it in float32, as autocast does, and rounds at the end."""
         return self.affine != "none" and self.weights != self.dtype

@@ -40,7 +40,7 @@ def test_random_configs_of_a_random_layer_are_right(
         assert not found, f"{found}: {problem} {config_dict(family, row)}"
 
 
-@pytest.mark.parametrize("c", [1, 3, 10, 24, 144, 2048])
+@pytest.mark.parametrize("c", [3, 10, 24, 144, 2048])
 @every_family
 def test_every_config_of_a_small_layer_is_right(family: Family, c: int, device: Device) -> None:
     problem = layer_of(family, 4, 14, 15, c, activation="silu")

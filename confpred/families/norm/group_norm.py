@@ -13,17 +13,24 @@ import numpy as np
 from confpred.families import common
 from confpred.families.common import ceil_div
 from confpred.families.norm import batch_norm
-from confpred.families.norm.batch_norm import LEAST_BLOCKS, Passes, error_of
+from confpred.families.norm.batch_norm import LEAST_BLOCKS, Passes
 from confpred.families.protocol import Array, Mask
 from confpred.families.table import config_table
 from confpred.problem.device import Device
 from confpred.problem.group_norm import NORM, Norm, norm_macros
+from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.operation import SCRATCH, ZEROED, Launch, Step
 
 _MOST_SAMPLES = 65_535  # of a launch: CUDA counts them in 16 bits
 _MOST_LAUNCHES = 16
 _MOST_LANES = 256
 _BACKWARD = ("out_grad", "in", "weight", "bias", "residual", "mean", "invstd", ZEROED, SCRATCH)
+
+
+def error_of(problem: Norm) -> float | None:
+    """Return the error of a launch (`Launch.error`): gradients are differences, and single elements
+    of them may be as small as what was rounded."""
+    return ORDINARY_ERROR[problem.dtype] if problem.is_backward else None
 
 
 class _Groups(Passes):
@@ -53,6 +60,7 @@ class _Groups(Passes):
         legal: Mask = (
             self._shared(problem, t)
             & problem.centred
+            & (not problem.is_trivial)
             & (not problem.is_of_rows)  # `row_norm` reads such a row once
             & ((t["used_lanes"] <= t["lanes"]) | (t["lanes"] == _MOST_LANES))
             & (t["used_lanes"] <= t["threads"] // 2)  # groups meet where a block's sums do

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
+from confpred.families.norm.group_norm import error_of
 from confpred.families.protocol import Array, Floats, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
@@ -110,7 +111,7 @@ class RowNorm(Described):
             & ((t["ahead"] == 0) | (t["blocks"] < t["rounds"]))
             & (t["smem_bytes"] <= device.smem_per_block)
         )
-        served = (p.p, p.groups, p.adaptive, p.direction) == (1, 1, False, self.direction)
+        served = p.is_of_rows and not (p.is_trivial or p.adaptive) and p.direction == self.direction
         return legal & (served and p.c <= _MOST_CHANNELS)
 
     def _registers(self, problem: Norm, t: dict[str, Array]) -> Array:
@@ -180,7 +181,7 @@ class RowNorm(Described):
         shape = (t["grid"], t["threads"], t["smem_bytes"])
         step = common.kernel_step(name, operands, defines, *shape, sizes)
         if not _sums(p):
-            return Launch((step,))
+            return Launch((step,), error=error_of(p))
         elements = _sums(p) * p.c
         agreed = common.agreed_macros(threads=_SUM_THREADS, columns=_SUM_COLUMNS)
         adding = common.kernel_step(
@@ -192,7 +193,8 @@ class RowNorm(Described):
             0,
             {"channels": p.c, "elements": elements, "blocks": t["grid"]},
         )
-        return Launch((step, adding), scratch_bytes=4 * elements * t["grid"])
+        scratch_bytes = 4 * elements * t["grid"]
+        return Launch((step, adding), scratch_bytes=scratch_bytes, error=error_of(p))
 
 
 def _sums(p: Norm) -> int:

@@ -40,6 +40,8 @@ def test_the_other_direction_is_refused(family: Family) -> None:
 def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str) -> None:
     problem = layer_of(family, c=c, n=4, h=7, w=7, dtype=dtype)
     rows = legal_rows(family, problem)
+    if c == 1 and family.name in ROW_NORMS:
+        return  # nothing to normalise
     if c == 65_536 and (family.name in ONE_PASS or family.name in GROUP_NORMS):
         return  # more columns than threads may wait for one another, or a group of too many
     assert rows

@@ -96,6 +96,8 @@ def test_pytorchs_operators_compute_it(name: str) -> None:
     rng = random.Random(name)
     for seed in range(12):
         problem = random_group_norm(rng, GROUP_NORMS[name], 12_000)
+        if problem.is_backward and not problem.centred:
+            continue  # PyTorch has no such gradient on a CPU
         problem = Norm(**problem.to_json() | {"dtype": "float32", "weights": "float32"})
         inputs = inputs_of(problem, seed)
         found = NORM.pytorch(problem, inputs)
@@ -107,9 +109,7 @@ def test_pytorchs_operators_compute_it(name: str) -> None:
         for output, tensor in zip(outputs, found, strict=True):
             tensor = tensor if tensor.shape == output.shape else tensor.permute(0, 2, 1)
             apart = (tensor.double() - right[output.name]).norm()
-            # Of one value a group, a gradient of zero is 316 times what was rounded.
-            least = 10.0 if problem.p * problem.width == 1 else 1.0
-            assert apart < 3e-5 * (least + right[output.name].norm()), (problem, output.name)
+            assert apart < 3e-5 * right[output.name].norm(), (problem, output.name)
 
 
 @pytest.mark.parametrize("weights", ["float16", "float32"])
