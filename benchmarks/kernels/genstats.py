@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.batch_norm import call_of
 from benchmarks.kernels.conv_vs_cudnn import interleaved_ms
+from benchmarks.kernels.norms import call_of
 from benchmarks.provenance import folder_of, provenance, write
 from confpred.errors import ConfpredError
 from confpred.problem.conv2d import CONVOLUTION, Problem

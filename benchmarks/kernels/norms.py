@@ -1,11 +1,12 @@
-"""Batch norm with its activation: the best config of confpred's kernels against PyTorch's own.
+"""Norms with their activation: the best config of confpred's kernels, PyTorch and Inductor.
 
-    python -m benchmarks.kernels.batch_norm [--out FOLDER] [--seconds 140] [--configs N]
+    python -m benchmarks.kernels.norms [--groups] [--out FOLDER] [--seconds 140] [--configs N]
 
-Both directions of a dozen layers of networks, in float16 and channels last. Every legal config of
-every family is checked against the float64 reference and timed; then the fastest is timed again,
-twice, in the same rounds as PyTorch's operators, each in a CUDA graph with cold caches. PyTorch's
-are cuDNN's batch norm, the addition and the activation, and what eager mode saves between
+Both directions of a dozen batch norms of networks, in float16 and channels last; or, of `--groups`,
+the norms of the hold-out beyond 4 MB. Every legal config of every family is checked against the
+float64 reference and timed; then the fastest is timed again, twice, in the same rounds as PyTorch's
+operators, each in a CUDA graph with cold caches; of norms of groups the same by Inductor, too.
+PyTorch's are the norm, the addition and the activation, and what eager mode saves between
 directions. Shares are those of the bytes' floor: each pass over the activations at the bandwidth of
 a large copy, where statistics are known before the second pass begins.
 
@@ -36,14 +37,18 @@ import numpy as np
 
 from benchmarks.kernels.conv_vs_cudnn import copy_bandwidth, interleaved_ms
 from benchmarks.provenance import folder_of, provenance, write
+from confpred.data.suites import read_suite
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import kernels_of
+from confpred.families.registry import kernels_of, operation_named, operation_of
+from confpred.problem.activation import activated, argument_grad, saved_of
 from confpred.problem.device import Device, get_device
-from confpred.problem.norm import BATCH_NORM, DIRECTIONS, BatchNorm
+from confpred.problem.group_norm import AFFINE, NORM, Norm
+from confpred.problem.norm import DIRECTIONS, EPS, BatchNorm
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec
 from confpred.problem.record import Record
 
-NAME = "batch_norm"
+HOLDOUT = Path(__file__).parents[2] / "datasets" / "suites" / "group_norm" / "holdout.json"
+LEAST_BYTES = 2**22  # of a hold-out's tensor
 #: Batch, channels, height and width, activation, whether a residual is added.
 LAYERS: tuple[tuple[int, int, int, str, bool], ...] = (
     (128, 256, 56, "relu", False),
@@ -64,8 +69,13 @@ SILENT_S = 45  # a process that says nothing for so long is ended
 SHOWN = 3  # configs of each family in the result
 
 
-def problems() -> list[BatchNorm]:
-    """Return the layers, in both directions."""
+def problems(groups: bool = False) -> list[Any]:
+    """Return the layers, in both directions; or the hold-out's norms of `groups`, large ones
+    first."""
+    if groups:
+        held = [entry.problem for entry in read_suite(HOLDOUT).entries]
+        large = [problem for problem in held if problem.tensor_bytes > LEAST_BYTES]
+        return sorted(large, key=lambda problem: -problem.tensor_bytes)
     return [
         BatchNorm(n, side, side, c, activation=activation, residual=residual, direction=direction)
         for n, c, side, activation, residual in LAYERS
@@ -74,7 +84,7 @@ def problems() -> list[BatchNorm]:
 
 
 def rows_of(
-    family: Family, problem: BatchNorm, device: Device, most: int, left_out: Sequence[int]
+    family: Family, problem: Any, device: Device, most: int, left_out: Sequence[int]
 ) -> list[int]:
     """Return the legal configs of a family without those `left_out`; a random choice of `most`."""
     rows = [r for r in np.flatnonzero(family.legal(problem, device)) if r not in left_out]
@@ -82,16 +92,17 @@ def rows_of(
     return sorted(int(row) for row in chosen)
 
 
-def kernels(device: Device, most: int) -> list[KernelSpec]:
+def kernels(device: Device, most: int, groups: bool = False) -> list[KernelSpec]:
     """Return every kernel that a run needs."""
     found: dict[KernelSpec, None] = {}
-    for problem in problems():
+    for problem in problems(groups):
         for family in kernels_of(problem).values():
             for row in rows_of(family, problem, device, most, ()):
                 found.update(dict.fromkeys(family.launch(problem, row).kernels))
-        for output in BATCH_NORM.operands(problem):
+        operation = operation_of(problem)
+        for output in operation.operands(problem):
             if output.terms:
-                found[BATCH_NORM.reference(problem, output.name).kernel] = None
+                found[operation.reference(problem, output.name).kernel] = None
     return list(found)
 
 
@@ -133,11 +144,12 @@ def work(job: Mapping[str, Any]) -> None:
     device = driver.device_of(0)
     bandwidth, evict = copy_bandwidth(), operator.Evictor(device.l2_bytes)
     say(bandwidth=bandwidth)
+    kind = operation_named(job["operation"]).problem
     for words in job["problems"]:
         if time.time() > job["end"]:
             break
         try:
-            result = one(BatchNorm.parse(words), device, bandwidth, evict, job)
+            result = one(kind.parse(words), device, bandwidth, evict, job)
         except Exception as error:  # the others still count
             result = {"problem": words, "failed": f"{type(error).__name__}: {error}"[:300]}
         say(result=result)
@@ -145,7 +157,7 @@ def work(job: Mapping[str, Any]) -> None:
 
 
 def one(
-    problem: BatchNorm, device: Device, bandwidth: float, evict: Any, job: Mapping[str, Any]
+    problem: Any, device: Device, bandwidth: float, evict: Any, job: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the result of one problem."""
     from confpred.measure.kernels import measure
@@ -210,9 +222,10 @@ def call_of(
 
 
 def against_pytorch(
-    problem: BatchNorm, family: Family, row: int, bandwidth: float, evict: Any
+    problem: Any, family: Family, row: int, bandwidth: float, evict: Any
 ) -> dict[str, Any]:
-    """Time a config twice and PyTorch's operators, in the same rounds on the same inputs."""
+    """Time a config twice, PyTorch's operators and Inductor's, in the same rounds on the same
+    inputs."""
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
     from confpred.measure import timing
@@ -222,24 +235,34 @@ def against_pytorch(
     launches = timing.launches_a_replay(2 * facts.roofline_s(problem))
     # Two sets at least: the next launch must not find what the last one left in the L2 cache.
     copies = max(2, operator.copies_for(problem, launches, facts.l2_bytes))
-    sets = operator.operands(BATCH_NORM, problem, min(copies, launches))
-    if problem.is_backward:
-        for tensors in sets:
-            tensors |= {"mean": tensors["saved_mean"], "invstd": tensors["saved_invstd"]}
+    operation = operation_of(problem)
+    sets = operator.operands(operation, problem, min(copies, launches))
+    for tensors in sets if problem.is_backward else ():
+        tensors |= statistics_of(problem, tensors)
     ours = call_of(family, problem, row)
 
     def theirs(tensors: dict[str, Any]) -> Any:
-        return BATCH_NORM.pytorch(problem, tensors)
+        return operation.pytorch(problem, tensors)
 
     one, other = ours(sets[0])[0].float(), theirs(sets[0])
-    other = (other[0] if problem.is_backward else other).permute(0, 2, 3, 1).float()
+    other = (other[0] if problem.is_backward else other).float()
+    if other.shape != one.shape:  # channels first
+        other = other.movedim(1, -1)
     difference = float((one - other).norm() / other.norm())
+    calls, rival = [theirs, ours, ours], dict[str, float]()
+    if isinstance(problem, Norm):
+        calls.append(by_inductor(problem))
+        other = calls[-1](sets[0])
+        other = (other[0] if problem.is_backward else other).float()
+        rival["inductor_difference"] = float((one - other).norm() / other.norm())
     del one, other
     turns = [sets[i % len(sets)] for i in range(launches)]
-    pytorch_ms, ours_ms, again_ms = interleaved_ms((theirs, ours, ours), turns, evict)
+    pytorch_ms, ours_ms, again_ms, *inductor_ms = interleaved_ms(calls, turns, evict)
     floor_ms = 1e3 * problem.passes * problem.tensor_bytes / bandwidth
     mean_ms = (ours_ms + again_ms) / 2
-    return {
+    if inductor_ms:
+        rival |= {"inductor_ms": inductor_ms[0], "over_inductor": inductor_ms[0] / mean_ms}
+    return rival | {
         "family": family.name,
         "config": config_dict(family, row),
         "difference": difference,
@@ -253,6 +276,84 @@ def against_pytorch(
         "pytorch_share": floor_ms / pytorch_ms,
         "share_of_one_read": 1e3 * problem.tensors * problem.tensor_bytes / bandwidth / mean_ms,
     }
+
+
+def statistics_of(problem: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mean and 1 over the deviation that backward takes."""
+    if not isinstance(problem, Norm):
+        return {"mean": tensors["saved_mean"], "invstd": tensors["saved_invstd"]}
+    p = problem
+    x = tensors["in"].float().view(p.n, p.p, p.groups, p.width)
+    mean = x.mean((1, 3)) * p.centred
+    invstd = ((x - mean[:, None, :, None]).square().mean((1, 3)) + EPS).rsqrt()
+    return {"mean": mean, "invstd": invstd}
+
+
+def by_inductor(problem: Norm) -> Callable[[dict[str, Any]], Any]:
+    """Return a function from inputs by name to what the problem asks for, by code that Inductor
+    makes of the norm's operators, of channels-last activations. Backward computes the activation's
+    argument again, from the input and the statistics, as Inductor's own backward graphs do."""
+    import torch
+    import torch.nn.functional as F
+
+    p, aten = problem, torch.ops.aten
+
+    def of_channels(vector: Any) -> Any:
+        return vector[..., None] if p.adaptive else vector[:, None]
+
+    def after(out: Any, t: Mapping[str, Any]) -> Any:
+        return out + t["residual"].transpose(1, 2) if p.residual else out
+
+    def scaled(out: Any, t: Mapping[str, Any]) -> Any:
+        out = out * of_channels(t["weight"]) if "weight" in t else out
+        return out + of_channels(t["bias"]) if "bias" in t else out
+
+    def forward(t: dict[str, Any]) -> Any:
+        x = t["in"].float() if p.is_widened else t["in"]
+        if not p.is_of_rows:
+            out = F.group_norm(x.transpose(1, 2), p.groups, eps=EPS)
+        else:
+            norm = F.layer_norm if p.centred else F.rms_norm
+            out = norm(x, (p.c,), eps=EPS).transpose(1, 2)
+        out = activated(p.activation, after(scaled(out, t), t))
+        return out.transpose(1, 2).to(t["in"].dtype)
+
+    def backward(t: dict[str, Any]) -> Any:
+        wide = torch.float32 if p.is_widened else t["in"].dtype
+        x, grad = (t[name].to(wide).transpose(1, 2) for name in ("in", "out_grad"))
+        mean, invstd = t.get("mean"), t["invstd"]
+        grouped = x.reshape(p.n, p.groups, p.width, p.p)
+        grouped = grouped if mean is None else grouped - mean[..., None, None]
+        unit = (grouped * invstd[..., None, None]).reshape(x.shape).to(wide)
+        argument = after(scaled(unit, t), t)
+        grad = argument_grad(p.activation, grad, saved_of(p.activation, argument).to(grad.dtype))
+        weight, bias = t.get("weight"), t.get("bias")
+        own: list[Any] = []
+        if p.adaptive:
+            own = [(grad * unit).sum(2), grad.sum(2)][: AFFINE.index(p.affine)]
+            inner, weight, bias = grad * of_channels(weight), None, None
+        else:
+            inner = grad
+        mask = [True, weight is not None, bias is not None]
+        if p.is_of_rows and mean is not None:
+            rows = (inner.transpose(1, 2), x.transpose(1, 2), [p.c], mean[..., None])
+            found = aten.native_layer_norm_backward(*rows, invstd[..., None], weight, bias, mask)
+        elif p.is_of_rows:
+            rows = (inner.transpose(1, 2), x.transpose(1, 2), [p.c], invstd[..., None])
+            found = (*aten._fused_rms_norm_backward(*rows, weight, mask[:2]), inner.sum((0, 2)))
+        else:
+            found = aten.native_group_norm_backward(
+                inner, x, mean, invstd, weight, p.n, p.c, p.p, p.groups, mask
+            )
+            found = found[0].transpose(1, 2), *found[1:]
+        more = (grad.transpose(1, 2).to(t["in"].dtype),) if p.residual else ()
+        return found[0].to(t["in"].dtype), *more, *own, *found[1 : 1 + sum(mask[1:])]
+
+    compiled: Callable[[dict[str, Any]], Any] = torch.compile(
+        backward if p.is_backward else forward, dynamic=False
+    )
+    names = [o.name for o in NORM.operands(p) if not o.terms and o.name != "eps"]
+    return lambda tensors: compiled({name: tensors[name] for name in names})
 
 
 # The process that watches it.
@@ -338,10 +439,14 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         large = [r["share"] for r in here if r["tensor_bytes"] > LARGE_BYTES]
         if here:
             speeds = [r["speedup"] for r in here]
+            over = [r["over_inductor"] for r in here if "over_inductor" in r]
             found[direction] = {
                 "layers": len(here),
                 "speedup": geometric_mean(speeds),
                 "least": min(speeds),
+                **(
+                    {"over_inductor": geometric_mean(over), "least_over": min(over)} if over else {}
+                ),
                 "share": geometric_mean(large) if large else None,
                 "least_share": min(large, default=None),
             }
@@ -371,23 +476,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=140.0, help="begin nothing after these")
     parser.add_argument("--configs", type=int, default=10_000, help="at most so many a family")
     parser.add_argument("--device", default="h100", help="whose configs are compiled beforehand")
+    parser.add_argument("--groups", action="store_true", help="norms of groups of the hold-out")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         work(json.loads(sys.stdin.readline()))
         return
     start, device = time.time(), get_device(arguments.device)
-    errors = compiled(kernels(device, arguments.configs), device.arch)
+    asked = problems(arguments.groups)
+    errors = compiled(kernels(device, arguments.configs, arguments.groups), device.arch)
     print(f"compiled in {time.time() - start:.0f} s", *errors, sep="\n")
     job = {
-        "problems": [str(problem) for problem in problems()],
+        "operation": operation_of(asked[0]).name,
+        "problems": [str(problem) for problem in asked],
         "end": start + arguments.seconds,
         "configs": arguments.configs,
     }
-    found = watched(job, [sys.executable, "-m", "benchmarks.kernels.batch_norm", "--work"])
+    found = watched(job, [sys.executable, "-m", "benchmarks.kernels.norms", "--work"])
     results = found["results"]
     print(table(results))
-    record(NAME, found, summary(results), errors, arguments.out)
+    name = "group_norm" if arguments.groups else "batch_norm"
+    record(name, found, summary(results), errors, arguments.out)
 
 
 if __name__ == "__main__":
