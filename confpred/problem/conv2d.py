@@ -397,8 +397,8 @@ class Convolution:
 def gradients_by_pytorch(
     problem: Any, out_grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *axes: Any
 ) -> Any:
-    """Return the gradients of `problem` by PyTorch's operator of whichever rank; `axes` are
-    stride, padding and dilation. What is not asked for is None."""
+    """Return the gradients of `problem`, of any rank, by PyTorch's operator; None for one that is
+    not asked for. `axes` are stride, padding and dilation."""
     import torch
 
     p = problem

@@ -34,7 +34,7 @@ from confpred.problem.record import ITEMSIZES, Record
 if TYPE_CHECKING:
     import torch
 
-#: What a norm is multiplied by and what is added: nothing; a weight; a weight and a bias.
+#: Parameters of a norm: none; a weight; a weight, and a bias that is added.
 AFFINE = ("none", "weight", "full")
 
 

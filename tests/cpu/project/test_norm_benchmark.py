@@ -54,7 +54,9 @@ def test_every_layer_has_configs_of_every_family():
 def test_what_inductor_is_given_is_the_norm(monkeypatch):
     """Here by PyTorch's decompositions, of which Inductor makes its code."""
     group = torch._decomp.decomposition_table[GROUP_BACKWARD]
+    # A stand-in, as Inductor needs a compiler, and the CPU's kernel reads channels first alone.
     monkeypatch.setattr(torch.ops.aten, "native_group_norm_backward", group)
+    # And its function as it is.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     rng = random.Random(0)
     for family in GROUP_NORMS.values():
