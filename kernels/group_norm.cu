@@ -133,14 +133,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_sums(
         if (!is_last(place, zeroed + sample * tiles, shared)) return;
         add_splits<false>(pair, place, own, shared);
     }
-    Pair joined = pair;
-    join_weighted(joined, weight, sample, width, place, shared);
+    const Samples all = {weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + samples * tiles};
+    all.give(pair, known, place);
+    join_weighted(pair, weight, sample, width, place, shared);
     if (place.row == 0 && place.active) {
-        put(total(own, place, 0), joined.a);
-        put(total(own, place, 1), joined.b);
+        put(total(own, place, 0), pair.a);
+        put(total(own, place, 1), pair.b);
     }
     __syncthreads();
-    add_samples(pair, known, weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + samples * tiles, place, shared);
+    all.end(place, shared);
 }
 #endif
 

@@ -131,25 +131,36 @@ __device__ __forceinline__ void store_weights(const Pair& sums, Weight* weight_g
     }
 }
 
-// Adds up the gradients of weight and bias over the samples: each sample of a tile calls it once, with the sums of its
-// channels in row 0, and the last one to come stores the gradients. `scratch` and `tickets` are those of no sample.
-__device__ __forceinline__ void add_samples(Pair sums, const Pair& known, Weight* weight_grad, Weight* bias_grad, int sample, int samples,
-                                            float* scratch, u32* tickets, const Place& place, float* shared) {
-    if (!weight_grad) return;
-#pragma unroll
-    for (int v = 0; v < VECTOR; ++v) sums.b[v] *= known.b[v];
-    if (ADAPTIVE || samples == 1) {
-        store_weights(sums, weight_grad, bias_grad, static_cast<i64>(sample) * place.channels, place);
-        return;
+// The gradients of weight and bias are sums over the samples: each sample of a tile gives the sums of its channels, which
+// row 0 has, and the last one to come adds up what all gave. `scratch` and `tickets` are those of no sample.
+struct Samples {
+    Weight *weight_grad, *bias_grad;
+    int sample, samples;
+    float* scratch;
+    u32* tickets;
+
+    __device__ __forceinline__ Place place_of(const Place& place) const {
+        Place all = place;  // the samples in the place of splits
+        all.splits = samples;
+        all.split = sample;
+        return all;
     }
-    Place all = place;  // the samples in the place of splits
-    all.splits = samples;
-    all.split = sample;
-    put_partial(sums, all, scratch);
-    if (!is_last(all, tickets, shared)) return;
-    add_splits<false>(sums, all, scratch, shared);
-    store_weights(sums, weight_grad, bias_grad, 0, place);
-}
+    __device__ __forceinline__ void give(Pair sums, const Pair& known, const Place& place) const {
+        if (!weight_grad) return;
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) sums.b[v] *= known.b[v];
+        if (ADAPTIVE || samples == 1) store_weights(sums, weight_grad, bias_grad, static_cast<i64>(sample) * place.channels, place);
+        else put_partial(sums, place_of(place), scratch);
+    }
+    __device__ __forceinline__ void end(const Place& place, float* shared) const {
+        if (!weight_grad || ADAPTIVE || samples == 1) return;
+        const Place all = place_of(place);
+        if (!is_last(all, tickets, shared)) return;
+        Pair sums;
+        add_splits<false>(sums, all, scratch, shared);
+        store_weights(sums, weight_grad, bias_grad, 0, place);
+    }
+};
 
 // Turns the sums of a tile's channels into those of its groups: of w * d, and of w * d times the distance.
 __device__ __forceinline__ void join_weighted(Pair& pair, const Weight* weight, int sample, int width, const Place& place, float* shared) {

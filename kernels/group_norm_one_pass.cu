@@ -137,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) group_norm_one
         meet(place, zeroed + 2 * sample * tiles);
         add_splits<false>(pair, place, partials, shared);
     }
-    const Pair sums = pair;
+    const Samples all = {weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + 2 * samples * tiles};
+    if (place.split == 0) all.give(pair, known, place);
     join_weighted(pair, weight, sample, width, place, shared);
     InputGradient input;
     begin_gradient(input, pair, known, gradient, width, place);
@@ -170,7 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) group_norm_one
         }
     }
     __syncthreads();
-    if (place.split == 0)
-        add_samples(sums, known, weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + 2 * samples * tiles, place, shared);
+    if (place.split == 0) all.end(place, shared);
 }
 #endif
