@@ -1,6 +1,6 @@
 """Extend the list of cuDNN's plans by what cuDNN offers for the problems of the suites.
 
-    python datasets/cudnn_plans.py [--device h200] [--jobs 8] [SUITE ...]
+    python datasets/cudnn_plans.py [--device h200] [--jobs 8] [--layers 80] [SUITE ...]
 
 It needs cuDNN and its Python front end (``pip install '.[gpu]'``) and no GPU, though the
 engines that are compiled at run time are offered only where a driver is installed. Lines are only
@@ -16,9 +16,11 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from io import StringIO
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
+from typing import Any
 
 from confpred.cudnn.plans import Graph, front_end, release
 from confpred.cudnn.table import (
@@ -37,13 +39,20 @@ from confpred.cudnn.table import (
 from confpred.data.suites import read_suite
 from confpred.errors import LaunchError
 from confpred.files import write_whole
-from confpred.problem.conv import ConvNd
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv import LAYOUTS, ConvNd
+from confpred.problem.conv2d import DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
 
 SUITES = Path(__file__).parent / "suites"
 #: Where the plans of each kind of problem are.
 FILES: Mapping[type, Path] = {Problem: FILE, ConvNd: FILE_ND}
+#: Epilogues that engines which are compiled ahead may have.
+EPILOGUES: Sequence[dict[str, Any]] = (
+    {"bias": True},
+    {"bias": True, "activation": "relu"},
+    {"bias": True, "residual": True},
+    {"bias": True, "residual": True, "activation": "relu"},
+)
 Key = tuple[str, ...]
 
 
@@ -101,6 +110,16 @@ def each_of(
         yield from pool.map(lines_of, problems, repeat(device), chunksize=8)
 
 
+def variants(problem: ConvNd) -> Iterator[ConvNd]:
+    """Yield the layer in each dtype, layout and direction, and with each of `EPILOGUES`."""
+    for dtype, layout, direction in product(DTYPES, LAYOUTS, DIRECTIONS):
+        plain = replace(problem.layer(), n=problem.n, dtype=dtype, direction=direction)
+        plain = replace(plain, layout=layout)
+        yield plain
+        if direction == "fprop":
+            yield from (replace(plain, **epilogue) for epilogue in EPILOGUES)
+
+
 def extended(
     lines: list[dict[str, str]],
     problems: Sequence[Problem | ConvNd],
@@ -130,6 +149,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("suites", nargs="*", type=Path, metavar="SUITE")
     parser.add_argument("--device", choices=list(KNOWN), default="h200")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        help="how many layers of any rank of a suite are also asked for in all dtypes, layouts, "
+        "directions and epilogues (default: %(default)s)",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     arguments = parser.parse_args()
     device = get_device(arguments.device)
@@ -142,6 +168,9 @@ def main() -> None:
         lines = read_lines(file)
         before = len(lines)
         for path, problems in asked[kind].items():
+            apart = -(-len(problems) // arguments.layers) if arguments.layers else len(problems) + 1
+            for problem in problems[apart - 1 :: apart]:
+                problems += variants(problem) if isinstance(problem, ConvNd) else ()
             without = extended(lines, problems, device, arguments.jobs)
             print(f"{path}: {len(problems)} problems, {without} without a plan; {len(lines)} plans")
         text = StringIO()
