@@ -294,6 +294,8 @@ FURTHER: Mapping[str, Network] = {
     ),
 }  # fmt: skip
 
+ALL: Mapping[str, Network] = {**NETWORKS, **FURTHER}
+
 
 @click.command()
 @click.option("--seed", default=0, show_default=True, help="Of every random choice.")
@@ -311,7 +313,7 @@ def suites(seed: int) -> Iterator[Suite]:
     held_out = {*rank_suites.HELD_OUT, *HELD_OUT}
     uses = {
         name: [use for use in uses_of(network) if _is_wanted(use.layer.problem)]
-        for name, network in {**NETWORKS, **FURTHER}.items()
+        for name, network in ALL.items()
     }
     held = {shape(use.layer.problem) for name in held_out for use in uses[name]}
     # The suites of `rank_suites` know nothing of the further networks that are held out.
