@@ -113,8 +113,8 @@ def each_of(
 def variants(problem: ConvNd) -> Iterator[ConvNd]:
     """Yield the layer in each dtype, layout and direction, and with each of `EPILOGUES`."""
     for dtype, layout, direction in product(DTYPES, LAYOUTS, DIRECTIONS):
-        plain = replace(problem.layer(), n=problem.n, dtype=dtype, direction=direction)
-        plain = replace(plain, layout=layout)
+        plain = replace(problem.layer(), n=problem.n, cut=0)
+        plain = replace(plain, dtype=dtype, layout=layout, direction=direction)
         yield plain
         if direction == "fprop":
             yield from (replace(plain, **epilogue) for epilogue in EPILOGUES)

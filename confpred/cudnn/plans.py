@@ -262,6 +262,8 @@ class Graph:
         operands = operation_of(problem).operands(problem)
         if sum(operand.terms > 0 for operand in operands) > 1:
             raise LaunchError("cuDNN has no plan for the gradients of filter and bias together")
+        if getattr(problem, "cut", 0):
+            raise LaunchError("cuDNN has no plan for a layer that leaves outputs out")
         self.uids = operand_uids(problem)
         try:
             self.graph = self._built(problem, operands, where)
