@@ -53,6 +53,12 @@ EPILOGUES: Sequence[dict[str, Any]] = (
     {"bias": True, "residual": True},
     {"bias": True, "residual": True, "activation": "relu"},
 )
+#: Layers of any rank that the networks of the suites lack: dilated and grouped ones.
+LACKING = [
+    ConvNd(4, 128, w, 128, 3, padding=spread, groups=groups, stride=step, dilation=spread, **axes)
+    for w, axes in ((2048, {"rank": 1}), (28, {"d": 16, "h": 28, "t": 3, "r": 3}))
+    for groups, step, spread in ((1, 1, 2), (1, 2, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (32, 1, 1))
+]
 Key = tuple[str, ...]
 
 
@@ -159,11 +165,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     arguments = parser.parse_args()
     device = get_device(arguments.device)
-    asked: dict[type, dict[Path, list[Problem | ConvNd]]] = {kind: {} for kind in FILES}
+    asked: dict[type, dict[str, list[Problem | ConvNd]]] = {kind: {} for kind in FILES}
     for path in arguments.suites or sorted(SUITES.rglob("*.json")):
         for entry in read_suite(path).entries:
             if isinstance(entry.problem, Problem | ConvNd):
-                asked[type(entry.problem)].setdefault(path, []).append(entry.problem)
+                asked[type(entry.problem)].setdefault(str(path), []).append(entry.problem)
+    if arguments.layers:
+        asked[ConvNd]["layers that suites lack"] = [*LACKING]
     for kind, file in FILES.items():
         lines = read_lines(file)
         before = len(lines)
