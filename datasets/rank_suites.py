@@ -10,7 +10,7 @@ grouped and transposed ones. No layer and no network of a hold-out is in a train
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +71,10 @@ class Use(NamedTuple):
     layer: Layer
 
 
+#: Returns a problem of a layer; None where the draw is of no use.
+Draw = Callable[[Use, np.random.Generator], ConvNd | None]
+
+
 @click.command()
 @click.option("--seed", default=0, show_default=True, help="Of every random choice.")
 @click.option("--out", default=SUITES, type=click.Path(path_type=Path), help="Folder to write to.")
@@ -99,7 +103,9 @@ def suites(seed: int) -> Iterator[Suite]:
                 if (name in HELD_OUT) != apart
             }
             generator = np.random.default_rng([seed, number, apart])
-            yield Suite(f"rank-{prefix}{part}", tuple(_entries(chosen, of_ranks, held, generator)))
+            yield Suite(
+                f"rank-{prefix}{part}", tuple(entries_of(chosen, of_ranks, held, generator))
+            )
 
 
 def uses_of(network: Network) -> list[Use]:
@@ -126,12 +132,14 @@ def shape(p: ConvNd) -> tuple[Any, ...]:
     return (p.c, p.k, p.groups, p.input_shape, p.filter_shape, p.stride, p.dilation)
 
 
-def _entries(
+def entries_of(
     uses: Mapping[str, Sequence[Use]],
     counts: Mapping[int, tuple[int, int]],
     held: set[tuple[Any, ...]],
     generator: np.random.Generator,
+    draw: Draw | None = None,
 ) -> Iterator[Entry]:
+    """Yield the entries of a suite, the problems of each rank by `draw` or `problem_of`."""
     for rank, (of_networks, coverage) in counts.items():
         own = {n: [u for u in us if u.layer.problem.rank == rank] for n, us in uses.items()}
         own = {name: found for name, found in own.items() if found}
@@ -139,14 +147,14 @@ def _entries(
         for name, found in own.items():
             for layer in dict.fromkeys(use.layer.problem.layer() for use in found):
                 users[replace(layer, layout=LAYOUTS[0])].append(name)
-        problems = _drawn(own, of_networks, generator)
+        problems = _drawn(own, of_networks, generator, draw or problem_of)
         yield from (Entry(p, tuple(users[replace(p.layer(), layout=LAYOUTS[0])])) for p in problems)
         if coverage:
             yield from map(Entry, _coverage(rank, coverage, {*problems}, held, generator))
 
 
 def _drawn(
-    uses: Mapping[str, Sequence[Use]], count: int, generator: np.random.Generator
+    uses: Mapping[str, Sequence[Use]], count: int, generator: np.random.Generator, draw: Draw
 ) -> list[ConvNd]:
     """Return `count` problems: turn by turn a layer of each network, until nothing is new."""
     found: dict[ConvNd, None] = {}
@@ -156,7 +164,7 @@ def _drawn(
         for name in open_networks:
             if not left[name]:
                 left[name] = generator.permutation(len(uses[name])).tolist()
-            problem = _problem(uses[name][left[name].pop()], generator)
+            problem = draw(uses[name][left[name].pop()], generator)
             in_vain[name] += problem is None or problem in found
             if problem is not None:
                 found.setdefault(problem)
@@ -165,7 +173,7 @@ def _drawn(
     raise ValueError(f"{len(found)} problems where {count} were asked for")
 
 
-def _problem(use: Use, generator: np.random.Generator) -> ConvNd | None:
+def problem_of(use: Use, generator: np.random.Generator) -> ConvNd | None:
     """Return a problem of a layer; None where the draw is senseless, too large or too small."""
     layer, bias = use.layer.problem, use.layer.bias_gradient
     if layer.taps == 1 and generator.random() > POINTWISE_SHARE:
@@ -189,10 +197,10 @@ def _problem(use: Use, generator: np.random.Generator) -> ConvNd | None:
     if layer.rank == 1 and is_depthwise(layer):
         fields["layout"] = layout
     problem = replace(layer, **fields)
-    return problem if _is_affordable(problem) else None
+    return problem if is_affordable(problem) else None
 
 
-def _is_affordable(problem: ConvNd) -> bool:
+def is_affordable(problem: ConvNd) -> bool:
     seconds = get_device("h100").roofline_s(problem)
     return LEAST_BYTES <= problem.minimum_bytes <= MOST_BYTES and seconds <= MOST_SECONDS
 
@@ -226,7 +234,7 @@ def _coverage(
             layer = Layer(ConvNd(rank=rank, bias=True, activation="silu", **steps, **fields), True)
         except InvalidProblem:
             continue
-        problem = _problem(Use(layer.problem.n, layer), generator)
+        problem = problem_of(Use(layer.problem.n, layer), generator)
         if problem and problem not in known and shape(problem) not in held:
             found.setdefault(problem)
     return list(found)

@@ -1,11 +1,12 @@
-"""cuDNN's plans as a family: which of them may serve a problem, and how they are described.
+"""cuDNN's plans as two families, ``cudnn`` of two-dimensional layers and ``cudnn_nd`` of layers of
+any rank: which of them may serve a problem, and how they are described.
 
 They are sampled where they are asked for: ``confpred sample --family cudnn``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -17,18 +18,22 @@ from confpred.cudnn.table import (
     KNOBS,
     NOTES,
     RELEASE,
+    Table,
     kind_of,
     read_lines,
     release_text,
     table,
+    table_nd,
 )
 from confpred.errors import LaunchError
 from confpred.families.common import Occupancy
 from confpred.families.protocol import ABSENT, Array, Columns, Floats, Mask, Rows
+from confpred.families.registry import operation_of
+from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem, product
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
-from confpred.problem.operation import Launch, Plan
+from confpred.problem.operation import Launch, Operation, Plan
 
 # Tiles. A plan is known to cuDNN by engine and knobs, which are numbers. How it tiles the matrix
 # product of a convolution stands in the name of its kernel, and a profiler sees threads, registers
@@ -67,7 +72,15 @@ def tiles() -> dict[str, Array]:
     return tiles_of(read_lines(TILES_FILE), len(table().configs))
 
 
-def described(problem: Problem, device: Device, known: Columns, rows: Rows) -> Floats:
+@cache
+def tiles_nd() -> dict[str, Array]:
+    """Return the tiles of the plans of ``plans_nd.csv``: those of the same engine and knobs."""
+    numbers = {config: row for row, config in enumerate(table().configs.tolist())}
+    rows = np.array([numbers.get(config, -1) for config in table_nd().configs.tolist()])
+    return {name: np.where(rows < 0, 0, values[rows]) for name, values in tiles().items()}
+
+
+def described(problem: Problem | ConvNd, device: Device, known: Columns, rows: Rows) -> Floats:
     """Return what the tiles of the plans `rows` mean for `problem`, as columns ``TILE_NAMES``."""
     tile = {name: values[rows] for name, values in known.items()}
     found = np.zeros((len(rows), len(TILE_NAMES)))
@@ -78,14 +91,14 @@ def described(problem: Problem, device: Device, known: Columns, rows: Rows) -> F
     return found
 
 
-def _columns(p: Problem, device: Device, tile: Columns) -> list[Floats | Array]:
+def _columns(p: Problem | ConvNd, device: Device, tile: Columns) -> list[Floats | Array]:
     rows, columns, terms = product(p)
     height, width, depth = (tile[name] for name in TILE_FIELDS[:3])
     blocks = -(-rows // height) * -(-columns // width) * p.groups
     occupancy = Occupancy.of(device, blocks, tile["threads"], tile["registers"], tile["smem_bytes"])
     # All gradients but the filter's sum over taps and channels, and go to the next tap with a new
     # step, so that the last channels of each tap are padded.
-    taps = 1 if p.direction == "wgrad" else p.r * p.s
+    taps = 1 if p.direction == "wgrad" else p.taps
     steps = taps * -(-(terms // taps) // depth)
     share = rows * columns * terms * p.groups / device.sm_count
     block_work = height * width * depth / share
@@ -128,33 +141,37 @@ _ERROR = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6, "tf32": 8e-4}
 _ERROR_A_ROOT = {"float16": 2e-6, "bfloat16": 0.0, "float32": 2e-8, "tf32": 2.5e-6}
 
 
-def largest_error(problem: Problem, *, tf32: bool) -> float:
+def largest_error(problem: Problem | ConvNd, *, tf32: bool) -> float:
     """Return the largest known error of a plan for `problem`, with or without rounding to TF32."""
     kind = "tf32" if tf32 else problem.dtype
-    terms = max(operand.terms for operand in CONVOLUTION.operands(problem))
+    terms = max(operand.terms for operand in operation_of(problem).operands(problem))
     return float(_ERROR[kind] + _ERROR_A_ROOT[kind] * terms**0.5)
 
 
 class CudnnPlans:
-    """The plans of ``plans.csv``."""
+    """The plans for the problems of one operation, from a file of them and of their tiles."""
 
-    name = "cudnn"
-    operation = CONVOLUTION
-    feature_names: tuple[str, ...] = (
-        *CONVOLUTION.feature_names, *_DESCRIBED, *NOTES, *TILE_NAMES,
-    )  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        operation: Operation,
+        table: Callable[[], Table],
+        tiles: Callable[[], Mapping[str, Array]],
+    ) -> None:
+        self.name, self.operation, self._table, self._tiles = name, operation, table, tiles
+        self.feature_names = (*operation.feature_names, *_DESCRIBED, *NOTES, *TILE_NAMES)
 
     @property
     def configs(self) -> NDArray[np.void]:
-        return table().configs
+        return self._table().configs
 
-    def legal(self, problem: Problem, device: Device) -> Mask:
+    def legal(self, problem: Problem | ConvNd, device: Device) -> Mask:
         """Return the plans that cuDNN has offered for problems of the same kind.
 
         None computes the gradients of filter and bias together, and inexact engines are left out.
         Only a filter's gradient may differ from call to call, and only if the problem allows it.
         """
-        plans = table()
+        plans = self._table()
         offered = plans.kinds.get(kind_of(problem))
         if offered is None:
             return np.zeros(len(plans.configs), np.bool_)
@@ -163,13 +180,13 @@ class CudnnPlans:
         may_differ = problem.direction == "wgrad" and not problem.deterministic
         return offered if may_differ else offered & plans.notes["repeatable"]
 
-    def listed(self, problem: Problem, device: Device) -> Mask:
+    def listed(self, problem: Problem | ConvNd, device: Device) -> Mask:
         mask: Mask = self.legal(problem, device).copy()
         if not mask.any():
             return mask
         from confpred.cudnn.plans import Graph, release
 
-        mask &= table().configs[RELEASE] == release()
+        mask &= self.configs[RELEASE] == release()
         try:
             graph = Graph.without_gpu(problem, device)
         except LaunchError:  # nothing is offered here, as without a driver for most activations
@@ -178,9 +195,9 @@ class CudnnPlans:
             mask[row] = graph.place(self._dict(row)) is not None
         return mask
 
-    def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> Mask:
+    def allowed(self, problem: Problem | ConvNd, rows: Rows, limits: Limits) -> Mask:
         """Return the plans within `limits`; a workspace is limited when the plan is built."""
-        notes = table().notes
+        notes = self._table().notes
         core = notes["tensor_core"][rows] & (problem.dtype == "float32")
         mask: Mask = notes["repeatable"][rows] | (not limits.deterministic)
         mask &= ~core | limits.tf32
@@ -189,27 +206,32 @@ class CudnnPlans:
         exact, rounded = (largest_error(problem, tf32=tf32) for tf32 in (False, True))
         return mask & (np.where(core, rounded, exact) <= limits.max_error)
 
-    def estimate_s(self, problem: Problem, device: Device, rows: Rows) -> Floats:
+    def estimate_s(self, problem: Problem | ConvNd, device: Device, rows: Rows) -> Floats:
         return np.full(len(rows), _GUESS * device.roofline_s(problem))
 
-    def features(self, problem: Problem, device: Device, rows: Rows) -> NDArray[np.float32]:
-        plans = table()
+    def features(
+        self, problem: Problem | ConvNd, device: Device, rows: Rows
+    ) -> NDArray[np.float32]:
+        plans = self._table()
         own = [plans.configs[name][rows] for name in _DESCRIBED]
         own += [plans.notes[name][rows] for name in NOTES]
-        shared = np.repeat(CONVOLUTION.features(problem, device), len(rows), axis=0)
-        tiled = described(problem, device, tiles(), rows)
+        shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
+        tiled = described(problem, device, self._tiles(), rows)
         return np.column_stack([shared, *own, tiled]).astype(np.float32)
 
-    def launch(self, problem: Problem, row: int) -> Launch:
-        plans = table()
+    def launch(self, problem: Problem | ConvNd, row: int) -> Launch:
+        plans = self._table()
         release = int(plans.configs[RELEASE][row])
         tf32 = bool(plans.notes["tensor_core"][row]) and problem.dtype == "float32"
         error = largest_error(problem, tf32=tf32)
-        return Launch((), plan=Plan(self.name, release_text(release), self._dict(row), tf32, error))
+        return Launch((), plan=Plan("cudnn", release_text(release), self._dict(row), tf32, error))
 
     def _dict(self, row: int | np.intp) -> dict[str, int]:
-        config = table().configs[row]
+        config = self.configs[row]
         return {name: int(config[name]) for name in _DESCRIBED if config[name] != ABSENT}
 
 
-FAMILY = CudnnPlans()
+FAMILIES = FAMILY, FAMILY_ND = (
+    CudnnPlans("cudnn", CONVOLUTION, table, tiles),
+    CudnnPlans("cudnn_nd", CONV, table_nd, tiles_nd),
+)

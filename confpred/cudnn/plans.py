@@ -23,13 +23,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cudnn.table import config_of, release_of, release_text
 from confpred.errors import LaunchError, MissingExtra, first_line
-from confpred.problem.conv2d import CONVOLUTION, PAIRS, Problem
+from confpred.families.registry import operation_of
+from confpred.problem.conv import LAYOUTS, ConvNd
+from confpred.problem.conv2d import PAIRS, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH, Operand, Plan
 
@@ -89,7 +92,7 @@ class Plans:
     """cuDNN's plans for a problem on CUDA device `ordinal`, which is the current one."""
 
     def __init__(
-        self, problem: Problem, ordinal: int, kernel_cache: KernelCache | None = None
+        self, problem: Problem | ConvNd, ordinal: int, kernel_cache: KernelCache | None = None
     ) -> None:
         """`kernel_cache` is where plans that are slow to build are kept; the user's by default.
 
@@ -230,9 +233,9 @@ def release() -> int:
     return release_of(front_end().backend_version())
 
 
-def operand_uids(problem: Problem) -> dict[str, int]:
+def operand_uids(problem: Problem | ConvNd) -> dict[str, int]:
     """Return cuDNN's number of each operand of `problem`, by the operand's name."""
-    operands = CONVOLUTION.operands(problem)
+    operands = operation_of(problem).operands(problem)
     return {operand.name: 1 + index for index, operand in enumerate(operands)}
 
 
@@ -245,7 +248,7 @@ class Graph:
         uids: number of each operand's tensor, by the operand's name.
     """
 
-    def __init__(self, problem: Problem, **where: Any) -> None:
+    def __init__(self, problem: Problem | ConvNd, **where: Any) -> None:
         """
         Args:
             problem: any.
@@ -256,9 +259,11 @@ class Graph:
             LaunchError: cuDNN has no plan for the problem.
         """
         cudnn = front_end()
-        operands = CONVOLUTION.operands(problem)
+        operands = operation_of(problem).operands(problem)
         if sum(operand.terms > 0 for operand in operands) > 1:
             raise LaunchError("cuDNN has no plan for the gradients of filter and bias together")
+        if getattr(problem, "cut", 0):
+            raise LaunchError("cuDNN has no plan for a layer that leaves outputs out")
         self.uids = operand_uids(problem)
         try:
             self.graph = self._built(problem, operands, where)
@@ -275,7 +280,7 @@ class Graph:
                 self._places.setdefault(frozenset(config.items()), index)
 
     @classmethod
-    def without_gpu(cls, problem: Problem, device: Device) -> Graph:
+    def without_gpu(cls, problem: Problem | ConvNd, device: Device) -> Graph:
         """Return the graph for a device that need not be there; its plans cannot be launched."""
         return cls(problem, device_property=_properties(device))
 
@@ -288,7 +293,7 @@ class Graph:
         return {self.names[index]: index for index in self._places.values()}
 
     def _built(
-        self, problem: Problem, operands: Sequence[Operand], where: Mapping[str, Any]
+        self, problem: Problem | ConvNd, operands: Sequence[Operand], where: Mapping[str, Any]
     ) -> Any:
         cudnn = front_end()
         kinds = cudnn.data_type
@@ -298,25 +303,28 @@ class Graph:
         )
         tensors = {}
         for o in (o for o in operands if not o.terms):
-            layout = {"dim": _sizes(o), "stride": _strides(o), "uid": self.uids[o.name]}
+            sizes, strides = laid_out(problem, o)
+            layout = {"dim": sizes, "stride": strides, "uid": self.uids[o.name]}
             tensors[o.name] = graph.tensor(name=o.name, data_type=half, **layout)
-        layer = {name: list(getattr(problem, name)) for name in PAIRS}
+        made = operands[0]
+        sizes, strides = laid_out(problem, made)
+        layer = {name: list(getattr(problem, name)[2 - len(sizes) :]) for name in PAIRS}
         if problem.direction == "fprop":
             out = graph.conv_fprop(image=tensors["in"], weight=tensors["filter"], **layer)
-            # In this order: engines that are compiled ahead take a residual before a bias.
-            for name in ("residual", "bias"):
-                if name in tensors:
-                    out = graph.add(a=out, b=tensors[name])
-            if problem.activation not in _ACTIVATED:
-                raise LaunchError(f"cuDNN computes no {problem.activation}")
-            out = _ACTIVATED[problem.activation](graph, out)
         elif problem.direction == "dgrad":
             out = graph.conv_dgrad(loss=tensors["out_grad"], filter=tensors["filter"], **layer)
+            out.set_dim(sizes).set_stride(strides)  # which do not follow from its operands
         else:
             out = graph.conv_wgrad(image=tensors["in"], loss=tensors["out_grad"], **layer)
-        made = operands[0]
+        # In this order: engines that are compiled ahead take a residual before a bias.
+        for name in ("residual", "bias"):
+            if name in tensors:
+                out = graph.add(a=out, b=tensors[name])
+        if problem.activation not in _ACTIVATED:
+            raise LaunchError(f"cuDNN computes no {problem.activation}")
+        out = _ACTIVATED[problem.activation](graph, out)
         out.set_output(True).set_data_type(half).set_uid(self.uids[made.name])
-        out.set_dim(_sizes(made)).set_stride(_strides(made))
+        out.set_dim(sizes).set_stride(strides)
         graph.validate()
         graph.build_operation_graph()
         return graph
@@ -332,17 +340,20 @@ _ACTIVATED: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _sizes(operand: Operand) -> list[int]:
-    """Return the sizes N C H W of any layout; a vector is one of channels."""
-    if len(operand.shape) == 1:
-        return [1, *operand.shape, 1, 1]
-    n, h, w, c = operand.shape
-    return [n, c, h, w]
-
-
-def _strides(operand: Operand) -> list[int]:
-    _, c, h, w = _sizes(operand)
-    return [c * h * w, 1, w * c, c]
+def laid_out(problem: Problem | ConvNd, operand: Operand) -> tuple[list[int], list[int]]:
+    """Return sizes and strides of an operand as cuDNN counts them: N C H W or N C D H W, whatever
+    the layout. A vector is one of channels, and a line is an image of height 1."""
+    rank, layout = getattr(problem, "rank", 2), getattr(problem, "layout", LAYOUTS[0])
+    is_vector = len(operand.shape) == 1
+    sizes = [*(1,) * (rank + 1), *operand.shape] if is_vector else [*operand.shape]
+    strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    if is_vector or layout == LAYOUTS[0]:
+        for values in (sizes, strides):
+            values.insert(1, values.pop())
+    if rank == 1:
+        strides.insert(2, sizes[2] * strides[2])
+        sizes.insert(2, 1)
+    return sizes, strides
 
 
 @cache

@@ -1,7 +1,8 @@
-"""The plans that cuDNN has offered so far: ``plans.csv``, which `datasets/cudnn_plans.py` extends.
+"""The plans that cuDNN has offered so far, which `datasets/cudnn_plans.py` extends: ``plans.csv``
+for two-dimensional layers, and ``plans_nd.csv`` for those of any rank.
 
-A plan's number is its line, so lines are only ever added. Beside each plan stands for which kinds
-of problems cuDNN has offered it.
+A plan's number is its line in its file, so lines are only ever added. Beside each plan stands for
+which kinds of problems cuDNN has offered it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from confpred.families.protocol import ABSENT, Mask
 from confpred.families.table import config_table
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 
 # Engines and knobs. cuDNN's front end names a plan by its engine and the value of each knob, both
@@ -44,7 +46,7 @@ _SLICES = "split_k_slc"
 _NAME = re.compile(r"eng(\d+)((?:_k\d+=-?\d+)*)")
 _KNOB = re.compile(r"_k(\d+)=(-?\d+)")
 
-FILE = Path(__file__).with_name("plans.csv")
+FILE, FILE_ND = (Path(__file__).with_name(name) for name in ("plans.csv", "plans_nd.csv"))
 RELEASE = "release"
 #: Properties of a whole plan: whether it computes on tensor cores (TF32, where the problem is in
 #: float32), and whether it gives the same bits each time.
@@ -68,18 +70,21 @@ class Table:
     kinds: Mapping[str, Mask]
 
 
-def kind_of(problem: Problem) -> str:
+def kind_of(problem: Problem | ConvNd) -> str:
     """Return the facts apart from sizes that decide which plans there are, for example
-    ``fprop float16 dense window stride bias relu``."""
+    ``fprop float16 dense window stride bias relu``, or of a `ConvNd`
+    ``fprop float16 dense 3d window channels_last stride bias relu``."""
     p = problem
     facts = {
+        "cut": isinstance(p, ConvNd) and p.cut > 0,
         "stride": max(p.stride) > 1,
         "dilation": max(p.dilation) > 1,
         "bias": p.bias,
         "residual": p.residual,
         p.activation: p.activation != "none",
     }
-    found = [p.direction, p.dtype, p.grouping, "1x1" if p.r == p.s == 1 else "window"]
+    found = [p.direction, p.dtype, p.grouping, "1x1" if p.taps == 1 else "window"]
+    found += [p.layout] if isinstance(p, ConvNd) else []
     return " ".join([*found, *(name for name, has in facts.items() if has)])
 
 
@@ -130,6 +135,12 @@ def _number(text: str) -> int:
 def table() -> Table:
     """Return the contents of ``plans.csv``."""
     return table_of(read_lines(FILE))
+
+
+@cache
+def table_nd() -> Table:
+    """Return the contents of ``plans_nd.csv``."""
+    return table_of(read_lines(FILE_ND))
 
 
 def config_of(name: str) -> dict[str, int] | None:

@@ -39,7 +39,7 @@ _LIBRARIES = (
 )
 #: Families that are measured only where they are named. About a library's plans nothing is known
 #: before, and im2col is legal for nearly all layers but fast for few.
-_ON_REQUEST = ("cudnn", "im2col")
+_ON_REQUEST = ("cudnn", "cudnn_nd", "im2col")
 #: Operations that are known without a look at the families.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 

@@ -27,6 +27,7 @@ from confpred.problem.conv2d import (
     gradients_by_pytorch,
     output_size,
     places_read,
+    product,
 )
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
@@ -376,8 +377,7 @@ class ConvNds:
         result, channels = ("in", p.c) if p.direction == "dgrad" else ("out", p.k)
         shapes |= {"bias": (channels,)} if p.bias else {}
         shapes |= {"residual": shapes[result]} if p.residual else {}
-        depth = p.k // p.groups if p.direction == "dgrad" else p.group_width
-        terms = p.n * prod(p.output_shape) if p.direction == "wgrad" else p.taps * depth
+        terms = product(p)[2]
         return tuple(
             Operand(name, shapes[tensor], p.dtype, terms if name in outputs else 0)
             for name in (*outputs, *inputs)

@@ -155,6 +155,11 @@ class Problem(Record):
         return output_size(self.w, self.s, self.stride[1], self.padding[1], self.dilation[1])
 
     @property
+    def taps(self) -> int:
+        """Places of the filter."""
+        return self.r * self.s
+
+    @property
     def group_width(self) -> int:
         """Input channels of one group."""
         return self.c // self.groups
@@ -295,14 +300,16 @@ _TILE, _BLOCKS = 64, 1024
 _MOST_ALIGNED = 64
 
 
-def product(p: Problem) -> tuple[int, int, int]:
-    """Rows, columns and terms of a sum, of the matrix product that a group's convolution is."""
-    taps, pixels, width, depth = p.r * p.s, p.n * p.p * p.q, p.group_width, p.k // p.groups
+def product(problem: Any) -> tuple[int, int, int]:
+    """Rows, columns and terms of a sum, of the matrix product that a group's convolution is; in
+    any number of dimensions."""
+    p, pixels = problem, problem.output_elements // problem.k
+    width, depth = p.group_width, p.k // p.groups
     if p.direction == "fprop":
-        return pixels, depth, taps * width
+        return pixels, depth, p.taps * width
     if p.direction == "dgrad":
-        return p.n * p.h * p.w, width, taps * depth
-    return depth, taps * width, pixels
+        return p.input_elements // p.c, width, p.taps * depth
+    return depth, p.taps * width, pixels
 
 
 class Convolution:

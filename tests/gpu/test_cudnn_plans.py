@@ -13,10 +13,11 @@ import torch
 from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache
 from confpred.cudnn import plans as plans_module
-from confpred.cudnn.family import FAMILY
+from confpred.cudnn.family import FAMILY, FAMILY_ND, CudnnPlans
 from confpred.cudnn.plans import Graph, Plans, _handle
 from confpred.errors import LaunchError
 from confpred.measure.kernels import check, measure
+from confpred.problem.conv import LAYOUTS, ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import SCRATCH
@@ -53,8 +54,10 @@ def random_problem(rng: random.Random, direction: str, dtype: str, **others: obj
     )
 
 
-def listed(problem: Problem, device: Device, rng: random.Random) -> list[int]:
-    rows = np.flatnonzero(FAMILY.listed(problem, device)).tolist()
+def listed(
+    problem: Problem | ConvNd, device: Device, rng: random.Random, family: CudnnPlans = FAMILY
+) -> list[int]:
+    rows = np.flatnonzero(family.listed(problem, device)).tolist()
     return rng.sample(rows, min(MOST, len(rows)))
 
 
@@ -72,6 +75,28 @@ def test_plans_that_are_offered_are_correct(
     assert not [o for o in outcomes if o.status == "wrong_result"], outcomes
     if rows:
         assert any(o.status == "ok" for o in outcomes), outcomes
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
+def test_plans_of_any_rank_are_correct(
+    direction: str, dtype: str, layout: str, rank: int, device: Device
+) -> None:
+    rng = random.Random(f"{direction} {dtype} {layout} {rank}")
+    sizes = {"d": rng.randint(3, 12), "t": rng.choice((1, 3)), "h": 14, "r": 3} if rank == 3 else {}
+    epilogue = EPILOGUES[rng.randrange(3)] if direction == "fprop" else {}
+    problem = ConvNd(
+        n=2, c=rng.choice((8, 24, 64)), w=rng.randint(9, 60), k=rng.choice((8, 40, 64)), s=3,
+        rank=rank, stride=rng.choice((1, 2)), padding=1, layout=layout, dtype=dtype,
+        direction=direction, **sizes, **epilogue,
+    )  # fmt: skip
+    rows = listed(problem, device, rng, FAMILY_ND)
+    assert rows
+    outcomes = check(problem, FAMILY_ND, rows, ordinal=0)
+    assert not [o for o in outcomes if o.status == "wrong_result"], outcomes
+    assert any(o.status == "ok" for o in outcomes), outcomes
 
 
 def test_what_is_listed_without_a_gpu_is_offered_on_it(device: Device) -> None:

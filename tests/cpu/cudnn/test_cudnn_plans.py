@@ -21,6 +21,7 @@ from confpred.cudnn.table import (
     COLUMNS,
     ENGINE,
     FILE,
+    FILE_ND,
     KINDS,
     KNOBS,
     NOTES,
@@ -70,8 +71,9 @@ def test_a_release_is_major_and_minor() -> None:
     assert (release_text(919), release_text(901)) == ("9.19", "9.1")
 
 
-def test_the_table_holds_each_plan_once() -> None:
-    lines = read_lines(FILE)
+@pytest.mark.parametrize("file", [FILE, FILE_ND], ids=lambda file: file.stem)
+def test_the_table_holds_each_plan_once(file: Path) -> None:
+    lines = read_lines(file)
     keys = Counter(tuple(line[name] for name in (RELEASE, ENGINE, *KNOBS)) for line in lines)
     assert len(lines) > 1000
     assert keys.most_common(1)[0][1] == 1
