@@ -332,7 +332,7 @@ class OnePass(Passes):
         needed = t["per_sm"] * (smem_bytes + device.smem_reserved_per_block)
         return (
             self._shared(problem, t)
-            & self._allowed(problem, t)
+            & self._computes(problem, t)
             # Blocks that wait for one another must all be running.
             & (self._waiting(t) <= t["per_sm"] * device.sm_count)
             & (t["per_sm"] * t["threads"] <= 32 * device.warps_per_sm)
@@ -343,7 +343,7 @@ class OnePass(Passes):
             & ((t["kept_kb"] == 0) | (self._kept(problem, t) > 0))
         )
 
-    def _allowed(self, problem: Any, t: dict[str, Array]) -> Mask | bool:
+    def _computes(self, problem: Any, t: dict[str, Array]) -> Mask | bool:
         return not problem.frozen
 
     def _waiting(self, t: dict[str, Array]) -> Array:

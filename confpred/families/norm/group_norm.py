@@ -147,7 +147,7 @@ class OnePass(_Groups, batch_norm.OnePass):
             & (ceil_div(problem.n, t["samples"]) <= _MOST_LAUNCHES)
         )
 
-    def _allowed(self, problem: Any, t: dict[str, Array]) -> Mask:
+    def _computes(self, problem: Any, t: dict[str, Array]) -> Mask:
         return self._of_groups(problem, t)
 
     def _waiting(self, t: dict[str, Array]) -> Array:
