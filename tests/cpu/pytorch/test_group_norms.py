@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
 
 import confpred
-from confpred.families import registry
 from confpred.launch.assignment import Assignment
+from confpred.problem.activation import activated
 from confpred.problem.group_norm import AFFINE, NORM, Norm
 from confpred.problem.norm import EPS
-from confpred.pytorch.run import choosing, loading, norms
+from confpred.pytorch.run import choosing, norms
 
 aten = torch.ops.aten
 WIDTH = 12
@@ -32,8 +32,6 @@ HALF = torch.bfloat16
 def served(captured: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures as on a GPU, beside a model of norms that takes all of them."""
     monkeypatch.setattr(choosing, "is_known", lambda operation: True)  # without a model
-    known = (*registry._CONVOLUTIONS, NORM)
-    monkeypatch.setattr(registry, "_CONVOLUTIONS", known)  # whatever families there are
     return captured
 
 
@@ -321,24 +319,36 @@ PROBLEMS = (*FORWARD, ADAPTIVE, *(replace(p, direction="backward") for p in FORW
 
 
 class Launched:
-    """A launch whose candidate is PyTorch's operator; operands lie as kernels read them."""
+    """A launch of the formula, in float32; operands lie as kernels read and write them."""
 
     def __init__(self, problem: Norm) -> None:
         self.problem = problem
 
     def run(self, *inputs: Tensor | None) -> list[Tensor]:
         p, given = self.problem, {}
-        names = [operand for operand in NORM.operands(p) if not operand.terms]
+        operands = NORM.operands(p)
+        names = [operand for operand in operands if not operand.terms]
         for operand, t in zip(names, [t for t in inputs if t is not None], strict=True):
             assert (t.numel(), str(t.dtype)) == (prod(operand.shape), f"torch.{operand.dtype}")
-            given[operand.name] = t.as_strided((t.numel(),), (1,)).view(operand.shape)  # memory
-        found = NORM.pytorch(p, given)
-        if p.is_backward:
-            return [loading.dense(t) for t in found]
-        x = given["in"].float().view(p.n, p.p, p.groups, -1)
+            memory = t.detach().as_strided((t.numel(),), (1,)).view(operand.shape)
+            given[operand.name] = memory.float().requires_grad_()
+        x = given["in"].view(p.n, p.p, p.groups, -1)
         mean = x.mean((1, 3), keepdim=True) * p.centred
-        invstd = ((x - mean).square().mean((1, 3)) + EPS).rsqrt()
-        return [loading.dense(found), *[mean.view(p.n, -1)] * p.centred, invstd]
+        invstd = ((x - mean).square().mean((1, 3), keepdim=True) + EPS).rsqrt()
+        out = ((x - mean) * invstd).view(p.n, p.p, p.c)
+        if "weight" in given:
+            out = out * given["weight"].view(-1, 1, p.c)
+        if "bias" in given:
+            out = out + given["bias"].view(-1, 1, p.c)
+        out = activated(p.activation, out + given.get("residual", 0.0))
+        if p.is_backward:
+            leaves = [given[n] for n in ("in", "residual", "weight", "bias") if n in given]
+            found = torch.autograd.grad(out, leaves, given["out_grad"])
+        else:
+            found = (out, *[mean.view(p.n, -1)] * p.centred, invstd.view(p.n, -1))
+        results = [t.detach().mT if t.dim() == 3 else t.detach() for t in found]
+        kinds = [getattr(torch, operand.dtype) for operand in operands if operand.terms]
+        return [t.to(kind) for t, kind in zip(results, kinds, strict=True)]
 
 
 @pytest.mark.parametrize("p", PROBLEMS, ids=str)
