@@ -9,8 +9,8 @@
     RMS norm          _fused_rms_norm of one dimension
 
 Autocast has most of them in float32: the conversions before and behind become part of the operator,
-where nothing else reads the tensors in float32. Copies into channels first do, too, which PyTorch's
-group and instance norms want.
+where nothing else reads the result, or adds to the gradient, in float32. Copies into channels first
+do, too, which PyTorch's group and instance norms want.
 """
 
 from __future__ import annotations
@@ -238,7 +238,6 @@ def _reading(
         sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
         or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
         or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
-        or not _reads_alone(norm, hands, x.dtype, backward)
         or (backward is not None and _is_copy(hands[0]) and _may_be_written(_first(hands[0])))
     ):  # fmt: skip
         return None
@@ -293,14 +292,6 @@ def _parameter(norm: fx.Node, name: str) -> Place | None:
         return None
     is_repeated = _is_instance(norm) and node.target is aten.repeat.default
     return (node, 0) if is_repeated else (norm, list(given).index(name))
-
-
-def _reads_alone(
-    norm: fx.Node, hands: Sequence[fx.Node], dtype: torch.dtype, backward: Any
-) -> bool:
-    """Return whether a norm and its gradient alone read tensors of `hands` of another dtype."""
-    others = [node for node in hands if node is not norm and val_of(node).dtype is not dtype]
-    return all(node.users.keys() <= {*hands, norm, backward} for node in others)
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:

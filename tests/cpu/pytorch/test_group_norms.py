@@ -138,32 +138,42 @@ def test_norms_of_all_kinds(served: Any, training: bool) -> None:
     assert left(served) == []
 
 
-#: Norms in float32 between layers in half precision, as autocast has them; the dtype that they are
-#: served in.
-IN_FLOAT: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
-    "silu": (lambda m, x: F.silu(m.norm(x.float())).to(HALF), HALF),
-    "none": (lambda m, x: m.norm(x.float()).to(HALF), HALF),
-    "add, relu": (lambda m, x: F.relu(m.norm(m.other(x).float()) + x).to(HALF), HALF),
-    "converted before silu": (lambda m, x: F.silu(m.norm(x.float()).to(HALF)), HALF),
-    "copied": (lambda m, x: F.silu(m.norm(x.float().contiguous())).to(HALF), HALF),
-    "read in float32": (lambda m, x: (m.norm(y := x.float()) * y).to(HALF), torch.float32),
-    "returned in float32": (lambda m, x: m.norm(x.float()).exp().to(HALF), torch.float32),
-    "instance norm": (lambda m, x: F.silu(F.instance_norm(
-        x.float(), weight=m.norm.weight, bias=m.norm.bias)).to(HALF), HALF),
-    "layer norm": (lambda m, x: F.gelu(F.layer_norm(
-        x.permute(0, 2, 3, 1).float(), (WIDTH,), m.norm.weight, m.norm.bias)
-    ).to(HALF).permute(0, 3, 1, 2), HALF),
+#: Norms in float32 between layers in half precision, as autocast has them; the activation and the
+#: dtype that they are served with.
+IN_FLOAT: dict[str, tuple[Callable[..., Any], str, torch.dtype]] = {
+    "silu": (lambda m, x: F.silu(m.norm(x.float())).to(HALF), "silu", HALF),
+    "none": (lambda m, x: m.norm(x.float()).to(HALF), "none", HALF),
+    "add": (lambda m, x: F.relu(m.norm(m.other(x).float()) + x).to(HALF), "relu", HALF),
+    "converted before": (lambda m, x: F.silu(m.norm(x.float()).to(HALF)), "silu", HALF),
+    "copied": (lambda m, x: F.silu(m.norm(x.float().contiguous())).to(HALF), "silu", HALF),
+    "read in float32": (
+        lambda m, x: F.silu(m.norm(y := x.float())).to(HALF) * y.to(HALF), "silu", torch.float32
+    ),
+    "returned in float32": (
+        lambda m, x: m.norm(x.float()).exp().to(HALF), "none", torch.float32
+    ),
+    "instance norm": (
+        lambda m, x: F.silu(
+            F.instance_norm(x.float(), weight=m.norm.weight, bias=m.norm.bias)
+        ).to(HALF), "silu", HALF,
+    ),
+    "layer norm": (
+        lambda m, x: F.gelu(
+            F.layer_norm(x.permute(0, 2, 3, 1).float(), (WIDTH,), m.norm.weight, m.norm.bias)
+        ).to(HALF).permute(0, 3, 1, 2), "gelu", HALF,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_FLOAT)
 def test_conversions_become_part_of_the_operator(served: Any, name: str) -> None:
-    function, dtype = IN_FLOAT[name]
+    function, activation, dtype = IN_FLOAT[name]
     model = network(function, HALF, norm=nn.GroupNorm(4, WIDTH), other=conv().to(HALF))
     compare(model, images(HALF), True, tolerance=2e-2)
-    ahead, back = asked(served)
-    assert {p.dtype for p in (ahead, back)} == {str(dtype).removeprefix("torch.")}
-    assert ahead.weights == "float32"
+    for p in asked(served):
+        assert (p.activation, p.dtype) == (activation, str(dtype).removeprefix("torch."))
+        assert p.weights == "float32"
+    assert len(asked(served)) == 2
     assert left(served) == []
     conversions = [t for each in served.passes for t in each.targets() if "_to_copy" in t]
     assert (conversions == []) is (dtype is HALF)
