@@ -311,12 +311,14 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
         return None
     for item in backward.users:
         place, nodes = item.args[1], [item]
-        if backward.target is BATCH_NORM_BACKWARD:  # of a view, with a weight for every sample
+        like = inputs[place]
+        if backward.target is BATCH_NORM_BACKWARD and val_of(item).shape != like.shape:
+            # Of a view, with a weight for every sample.
             nodes = [node for node in readers_of(item) if node.target in _VIEWS]
             if place and nodes:
                 nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
-        found = converted(nodes[0], inputs[place].dtype) if len(nodes) == 1 else None
-        if found is None or val_of(nodes[0]).shape != inputs[place].shape:
+        found = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
+        if found is None or val_of(nodes[0]).shape != like.shape:
             return None
         grads[place] = found
     return grads

@@ -138,6 +138,14 @@ def test_norms_of_all_kinds(served: Any, training: bool) -> None:
     assert left(served) == []
 
 
+def test_an_instance_norm_of_one_sample(served: Any) -> None:
+    """Its gradients are not summed up."""
+    norm = nn.InstanceNorm2d(WIDTH, affine=True)
+    compare(network(lambda m, x: F.relu(m.norm(x)), norm=norm), images(batch=1), True)
+    assert len(asked(served)) == 2
+    assert left(served) == []
+
+
 #: Norms in float32 between layers in half precision, as autocast has them; the activation and the
 #: dtype that they are served with.
 IN_FLOAT: dict[str, tuple[Callable[..., Any], str, torch.dtype]] = {
