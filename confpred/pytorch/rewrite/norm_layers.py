@@ -313,7 +313,7 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
         place, nodes = item.args[1], [item]
         like = inputs[place]
         if backward.target is BATCH_NORM_BACKWARD and val_of(item).shape != like.shape:
-            # Of a view, with a weight for every sample.
+            # The gradients of a view, with a weight for every sample.
             nodes = [node for node in readers_of(item) if node.target in _VIEWS]
             if place and nodes:
                 nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
