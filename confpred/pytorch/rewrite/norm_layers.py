@@ -373,10 +373,13 @@ def _sum_after(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> 
 def _may_be_written(node: fx.Node) -> bool:
     """Return whether the caller may write to a tensor before the backward pass reads it, which
     PyTorch's does not: a result, or an input that nothing else reads."""
+
+    def is_result(node: fx.Node) -> bool:
+        return any(n.op == "output" or (is_view(n) and is_result(n)) for n in node.users)
+
     while is_view(node):
         node = node.all_input_nodes[0]
-    is_input = node.op == "placeholder" and len(node.users) == 1
-    return is_input or any(user.op == "output" for user in node.users)
+    return is_result(node) or (node.op == "placeholder" and len(node.users) == 1)
 
 
 def _activation_after(back: Sequence[fx.Node], chain: Chain) -> Chain:

@@ -300,7 +300,7 @@ def test_other_sizes_are_computed(served: Any) -> None:
     assert len(asked(served)) == 2
 
 
-@pytest.mark.parametrize("kind", ["copied", "added", "returned"])
+@pytest.mark.parametrize("kind", ["copied", "added", "returned", "a view"])
 def test_what_the_caller_may_write_to_is_not_kept(served: Any, kind: str) -> None:
     """PyTorch keeps the copy, and no residual, for its backward pass."""
     norm = nn.GroupNorm(4, WIDTH)
@@ -308,8 +308,8 @@ def test_what_the_caller_may_write_to_is_not_kept(served: Any, kind: str) -> Non
     def forward(m: Any, x: Tensor, other: Tensor) -> Any:
         if kind == "copied":
             return F.silu(m.norm(x.contiguous())), x
-        y = 2 * other if kind == "returned" else other
-        return F.silu(m.norm(x.sin()) + y), y
+        y = other if kind == "added" else 2 * other
+        return F.silu(m.norm(x.sin()) + y), y.mT if kind == "a view" else y
 
     model, found = Around(forward, norm=norm), []
     for call in (torch.compile(model, backend="confpred"), model):
