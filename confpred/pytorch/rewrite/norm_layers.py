@@ -209,7 +209,8 @@ def _is_instance(norm: fx.Node) -> bool:
 
 def _hands_of_input(norm: Any) -> list[Any]:
     """Return the nodes that hand the input on to a norm, up to the view of an instance norm."""
-    return _hands(norm.args[0] if _is_instance(norm) else norm)
+    has_view = _is_instance(norm) and _first(norm).target in _VIEWS
+    return _hands(_first(norm) if has_view else norm)
 
 
 def _hands(
@@ -232,6 +233,8 @@ def _reading(
     x, eps = val_of(_first(hands[0])), _named(norm)["eps"]
     inputs = [(hands[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
     weights = [val_of(node_at(place)) for place in inputs[1:] if place is not None]
+    if not all(isinstance(t, Tensor) for t in (x, *weights)):
+        return None  # nothing is known of a constant
     dtypes = {t.dtype for t in weights}
     sizes = _sizes(norm, _first(hands[0]), lies) if x.dtype in DTYPES else None
     if (
@@ -341,8 +344,8 @@ def _scale_after(
         term: Any = node.args[terms[0]] if len(terms) == 1 else None
         if not isinstance(term, fx.Node) or val_of(node).dtype is not val_of(last).dtype:
             break
-        val = val_of(term)
-        if val.shape != (*x.shape[:2], *[1] * (x.dim() - 2)):
+        val, shape = val_of(term), (*x.shape[:2], *[1] * (x.dim() - 2))
+        if not isinstance(val, Tensor) or val.shape != shape:
             break
         nodes.append(node)
         places.append((node, terms[0]))
@@ -418,6 +421,8 @@ def _is_copy(node: Any, dtype: torch.dtype | None = None) -> bool:
     if not isinstance(node, fx.Node) or node.target not in _COPIES:
         return False
     source, copy = val_of(node.args[0]), val_of(node)
+    if not isinstance(source, Tensor):
+        return False
     widens = copy.dtype is torch.float32 and source.dtype is (dtype or source.dtype)
     return bool(source.device == copy.device) and (widens or source.dtype is copy.dtype)
 

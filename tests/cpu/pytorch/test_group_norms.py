@@ -270,6 +270,18 @@ def test_what_is_left_to_pytorch(served: Any, name: str) -> None:
     assert left(served)
 
 
+def test_a_batch_norm_without_running_statistics_is_no_instance_norm(served: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        both = torch.cat([x, x + 1], 1)
+        return F.batch_norm(x, None, None, training=True) + F.batch_norm(
+            both, None, None, training=True
+        ).mean(1, keepdim=True)
+
+    compare(Around(forward), images(), True)
+    assert asked(served) == []
+    assert left(served)
+
+
 @pytest.mark.parametrize("slow", ["forward", "backward", ""])
 def test_both_directions_are_replaced_together(served: Any, slow: str) -> None:
     served.wins = lambda problem: problem.direction != slow
