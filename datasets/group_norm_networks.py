@@ -13,7 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from confpred.problem.group_norm import Norm
+from confpred.problem.norm_of_groups import Norm
 
 Size = tuple[int, ...]
 

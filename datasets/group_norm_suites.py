@@ -21,8 +21,8 @@ from make_suite import log_uniform
 
 from confpred.data.suites import Entry, Suite, write_suite
 from confpred.problem.activation import ACTIVATIONS
-from confpred.problem.group_norm import AFFINE, Norm
 from confpred.problem.norm import DIRECTIONS
+from confpred.problem.norm_of_groups import AFFINE, Norm
 
 SUITES = Path(__file__).parent / "suites" / "group_norm"
 

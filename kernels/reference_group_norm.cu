@@ -1,6 +1,6 @@
 // The reference of norms over groups of channels, in float64. Activations are (samples, pixels, channels). A block has a
 // sample and group, or, for gradients of weights, 32 channels and all of their pixels. It is launched for one output at
-// a time, whose number is that of confpred/problem/group_norm.py.
+// a time, whose number is that of confpred/problem/norm_of_groups.py.
 #include "reference.cuh"
 #include "norm_weights.cuh"
 

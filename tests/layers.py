@@ -14,8 +14,8 @@ from confpred.families.registry import kernels_of
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
-from confpred.problem.group_norm import AFFINE, Norm
 from confpred.problem.norm import BatchNorm
+from confpred.problem.norm_of_groups import AFFINE, Norm
 from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")

@@ -14,9 +14,9 @@ from references import outside, random_inputs
 from confpred.families.protocol import Family
 from confpred.families.registry import operation_of
 from confpred.problem.device import Device
-from confpred.problem.group_norm import Norm
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import EPS, BatchNorm
+from confpred.problem.norm_of_groups import Norm
 from confpred.problem.operation import Launch
 from confpred.problem.record import Record
 

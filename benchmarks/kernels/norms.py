@@ -42,8 +42,8 @@ from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import kernels_of, operation_named, operation_of
 from confpred.problem.activation import activated, argument_grad, saved_of
 from confpred.problem.device import Device, get_device
-from confpred.problem.group_norm import AFFINE, NORM, Norm
 from confpred.problem.norm import DIRECTIONS, EPS, BatchNorm
+from confpred.problem.norm_of_groups import AFFINE, NORM, Norm
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec
 from confpred.problem.record import Record
 

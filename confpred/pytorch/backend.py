@@ -31,8 +31,10 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.norm import BATCH_NORM
+from confpred.problem.norm_of_groups import NORM
+from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-from confpred.pytorch.rewrite import fusing, inductor, layouts, passes, training
+from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, passes, training
 from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, verify
@@ -140,8 +142,8 @@ def _guard_hooks() -> None:
 
 class Compiler:
     """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
-    convolutions that were found, `capture` is what `confpred.status` knows of it. One that does not
-    choose leaves them to PyTorch."""
+    convolutions that were found and `norms` the norms, `capture` is what `confpred.status` knows of
+    it. One that does not choose leaves them to PyTorch."""
 
     capture: Capture
 
@@ -151,6 +153,7 @@ class Compiler:
         self.options, self._calls, self._chooses = options, calls, chooses
         self.inductor = bool(options.inductor)
         self.sites: list[Site] = []
+        self.norms: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = Memory()
 
@@ -248,7 +251,8 @@ class Compiler:
         if choose is not None:
             fuse = partial(fusing.fuse, inputs=self._values, device=self._inductors(gm.graph))
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
-            steps.append(layouts.keep_strides)
+            norms = self._norms(choose, (NORM,))
+            steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
         if self.inductor:
             gm, steps = self._decomposed(gm, inputs, steps), []
         self._attempt(gm, [*steps, passes.update_in_place])
@@ -272,8 +276,7 @@ class Compiler:
             convolutions = partial(training.serve_convolutions, compiled=self.inductor)
             serve = partial(self._replace, convolutions, choose)
             steps += [layouts.to_channels_last, serve, layouts.keep_strides]
-            if choosing.is_known(BATCH_NORM.name):
-                steps.append(partial(training.serve_norms, choose=choose))
+            steps += self._norms(choose, (BATCH_NORM, NORM))
         if self.inductor:
             joint, steps = self._decomposed(joint, inputs, steps), []
         if self.inductor:
@@ -306,14 +309,22 @@ class Compiler:
 
     def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
         """Rewrite `gm` by `steps`, all or none; the sites are those of what is left."""
-        count = len(self.sites)
+        counts = [(kind, len(kind)) for kind in (self.sites, self.norms)]
         if not passes.attempt(gm, steps):
-            del self.sites[count:]
+            for kind, count in counts:
+                del kind[count:]
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
         self.capture.doing = "confpred chooses, and compiles kernels"
         self.sites += replace(graph, choose, self.options.wishes)
+
+    def _norms(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
+        """Return the steps that let confpred compute norms of `kinds`; none where nothing is known
+        of them."""
+        names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
+        serve = partial(normalising.serve_norms, choose=choose, operations=names, found=self.norms)
+        return [serve, layouts.keep_strides] if names else []
 
     def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
         """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""

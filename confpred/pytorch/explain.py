@@ -24,6 +24,8 @@ from confpred.families.protocol import PYTORCH
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
+from confpred.problem.norm import DIRECTIONS
+from confpred.problem.record import Record
 from confpred.pytorch.backend import Compiler, Options
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
@@ -46,7 +48,8 @@ _CONVOLUTIONS = {
 _COLUMNS = ("", "layer", "input", "computes", "runs", "ms", "PyTorch", "why")
 _NUMBERS, _WRAPPED = ("", "ms", "PyTorch"), ("layer", "computes", "why")
 #: Operators that stand for others.
-_INSTEAD = ("confpred.conv2d", "confpred.batch_norm", "confpred.scale_shift")
+_NORMS = ("confpred.batch_norm", "confpred.norm")
+_INSTEAD = ("confpred.conv2d", "confpred.scale_shift", *_NORMS)
 #: A gain below this is called poor, and compared with half precision, channels last.
 _POOR = 1.1
 _HALF = (torch.float16, torch.bfloat16)
@@ -60,8 +63,8 @@ class Row:
 
     Attributes:
         layers: names of the modules.
-        direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a norm that follows no layer;
-            the name of an operator that is neither.
+        direction: ``fprop``, ``dgrad`` or ``wgrad``; of a norm ``forward``, ``backward`` or, where
+            it is folded, ``norm``; the name of another operator.
         problem: of one layer; None where confpred has no kernels for it.
         fused: operators that are computed with it.
         provider: the kernel family that runs, or ``pytorch``.
@@ -75,7 +78,7 @@ class Row:
 
     layers: tuple[str, ...]
     direction: str
-    problem: Problem | ConvNd | None
+    problem: Record | None
     fused: tuple[str, ...]
     provider: str
     config: dict[str, int]
@@ -95,6 +98,8 @@ class Row:
             steps = p.stride[-len(window) :]
             stride = f"/{max(steps)}" if max(steps) > 1 else ""
             computed = [f"{p.direction} {groups}{'x'.join(map(str, window))}{stride} -> {p.k}"]
+        elif p is not None:
+            computed = [getattr(p, "kind", self.direction)]
         about = "~" * self.is_estimate
         both = (self.expected_ms, self.pytorch_ms)
         return (
@@ -315,7 +320,7 @@ class Recorder(Compiler):
             if node.target not in _CONVOLUTIONS:
                 seconds = _node_s(node, self._device)
                 self._other_s[when] += seconds
-                if when and not name.startswith("confpred.batch_norm"):
+                if when and not name.startswith(_NORMS):
                     self._others.setdefault(name, []).append((name_of(node), seconds))
 
     def explanation(self) -> tuple[Step, tuple[Row, ...]]:
@@ -323,14 +328,14 @@ class Recorder(Compiler):
         known = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
         sizes: dict[Any, tuple[tuple[int, ...], float]] = {}
-        for site in self.sites:
+        for site in (*self.sites, *self.norms):
             values = known.get((site.name, site.direction))
-            found = values.pop(0) if values else ((), 0.0)
+            found = values.pop(0) if values else (site.sizes, 0.0)
             key = (site.direction, site.problem, site.fused, site.why, found)
             kinds.setdefault(key, []).append(site)
             sizes[key] = found
         rows = [_row(group, self._device, *sizes[key]) for key, group in kinds.items()]
-        convolutions = [row for row in rows if row.sizes]
+        convolutions = [row for row in rows if row.sizes and row.direction not in DIRECTIONS]
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
         before_s = sum(count * before for count, before, _ in times)
         after_s = self._other_s[1] + sum(count * after for count, _, after in times)
@@ -342,10 +347,7 @@ class Recorder(Compiler):
             ms_before=1e3 * total_s, ms_after=1e3 * after_s,
             convolution_share=before_s / total_s if total_s else 0.0,
             unpredicted=sum(len(row.layers) for row in convolutions if row.is_estimate),
-            added={
-                name: count for name, count in (after - before).items()
-                if not name.startswith(_INSTEAD)
-            },
+            added={n: count for n, count in (after - before).items() if not n.startswith(_INSTEAD)},
         )  # fmt: skip
         others = sorted(self._others.items(), key=lambda each: -sum(s for _, s in each[1]))
         return step, (*rows, *(_other_row(name, calls) for name, calls in others))
@@ -436,7 +438,7 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     pytorch_ms = None if choice is None else choice.pytorch_ms
     if pytorch_ms is None and is_convolution(site.problem):
         pytorch_ms = choosing.pytorch_ms(site.problem, device)
-    is_estimate = pytorch_ms is None and bool(sizes)
+    is_estimate = pytorch_ms is None and estimate_s > 0.0
     pytorch_ms = 1e3 * estimate_s if is_estimate else pytorch_ms
     problem: Any = site.problem
     first = (names, site.direction, problem, site.fused)

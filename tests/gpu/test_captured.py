@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from cpu.pytorch.network_blocks import (
     AFTER,
+    WIDTH,
     Bottleneck,
     ConvNeXtBlock,
     InvertedResidual,
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.problem.conv2d import ACTIVATIONS
-from confpred.pytorch.rewrite import training
+from confpred.pytorch.rewrite import normalising
 from confpred.pytorch.run import choosing, operators, pointwise  # noqa: F401  torch.ops has the operators
 from confpred.pytorch.run import fold as folding
 from confpred.pytorch.run.convolve import Call, Geometry
@@ -48,9 +49,10 @@ def ours() -> Iterator[OursFirst]:
 
 @pytest.fixture
 def norms_by_ours(ours: OursFirst, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of confpred serve every batch norm of training that they can, too."""
-    monkeypatch.setitem(choosing._predictors, "batch_norm", ours)
-    monkeypatch.setattr(training, "_gain_ms", lambda *choices: 1.0)
+    """Kernels of confpred serve every norm that they can, too."""
+    for operation in ("batch_norm", "norm"):
+        monkeypatch.setitem(choosing._predictors, operation, ours)
+    monkeypatch.setattr(normalising, "_gain_ms", lambda *choices: 1.0)
 
 
 def poison() -> None:
@@ -403,11 +405,41 @@ def test_norms_beside_inductor(name: str, frozen: bool, ours, norms_by_ours) -> 
     norms_are_as_good(name, torch.float16, frozen, ours, inductor=True)
 
 
+class RowNorm(nn.LayerNorm):
+    """A layer norm of the channels of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+GROUPS = {
+    "group": lambda: nn.GroupNorm(2, WIDTH), "one group": lambda: nn.GroupNorm(1, WIDTH),
+    "instance": lambda: nn.InstanceNorm2d(WIDTH, affine=True), "row": lambda: RowNorm(WIDTH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["none", "silu", "add, relu", "read twice"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_norms_of_groups(kind: str, name: str, dtype: torch.dtype, ours, norms_by_ours) -> None:
+    norms_are_as_good(name, dtype, False, ours, GROUPS[kind]())
+
+
+@pytest.mark.parametrize("name", ["silu", "add, relu"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_norms_of_groups_beside_inductor(kind: str, name: str, ours, norms_by_ours) -> None:
+    norms_are_as_good(name, torch.float16, False, ours, GROUPS[kind](), inductor=True)
+
+
 def norms_are_as_good(
-    name: str, dtype: torch.dtype, frozen: bool, ours: OursFirst, **options: Any
-) -> None:
-    """Compare outputs, gradients and running statistics of steps that are replayed."""
-    model = made(NormBlock(AFTER[name])).cuda().to(memory_format=LAST).train()
+    name: str, dtype: torch.dtype, frozen: bool, ours: OursFirst, norm: nn.Module | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Compare outputs, gradients and running statistics of steps that are replayed; also outputs of
+    inference where a `norm` takes the batch norm's place."""
+    model = made(NormBlock(AFTER[name]))
+    model.norm = norm or model.norm
+    model = model.cuda().to(memory_format=LAST).train()
     model.norm.train(not frozen)
     if name.startswith("hardswish"):
         # Its slope jumps by a half at 3: one value within a rounding of it moves a sum of 3,600 by
@@ -427,7 +459,13 @@ def norms_are_as_good(
             as_good(mine, other, right)
         for a, b in zip(model.buffers(), theirs.buffers(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    assert any(family and family.startswith("batch_norm") for family in ours.chosen)
+    families = ("batch_norm",) if norm is None else ("group_norm", "row_norm")
+    assert any(family and family.startswith(families) for family in ours.chosen)
+    if norm is not None:
+        with torch.no_grad(), torch.autocast("cuda", dtype):
+            mine, other = model(x), theirs(x)
+        with torch.no_grad():
+            as_good(mine, other, exact(x.double()))
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -10,7 +10,7 @@ from hazards.base import failed_passes
 from layers_on_gpu import ours_first
 
 from confpred.pytorch import backend
-from confpred.pytorch.rewrite import training
+from confpred.pytorch.rewrite import normalising
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.graphs import Graphed
 
@@ -30,9 +30,9 @@ def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return passes[-1]
 
     monkeypatch.setattr(backend, "graphed", graphed)
-    monkeypatch.setattr(training, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
+    monkeypatch.setattr(normalising, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
     with ours_first() as ours, failed_passes() as failures:
-        for operation in ("batch_norm", "conv"):
+        for operation in ("batch_norm", "norm", "conv"):
             monkeypatch.setitem(choosing._predictors, operation, ours)
         compare(found, "cuda", **HOW[how])
     assert all(not found.by_inductor and "as Inductor failed" in it for it in failures), failures

@@ -16,8 +16,8 @@ from confpred.measure.kernels import check
 from confpred.measure.pytorch import measure_pytorch
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES
 from confpred.problem.device import Device
-from confpred.problem.group_norm import Norm
 from confpred.problem.norm import DIRECTIONS, BatchNorm
+from confpred.problem.norm_of_groups import Norm
 
 CONFIGS = 12
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

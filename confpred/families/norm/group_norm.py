@@ -17,8 +17,8 @@ from confpred.families.norm.batch_norm import LEAST_BLOCKS, Passes
 from confpred.families.protocol import Array, Mask
 from confpred.families.table import config_table
 from confpred.problem.device import Device
-from confpred.problem.group_norm import NORM, Norm, norm_macros
 from confpred.problem.limits import ORDINARY_ERROR
+from confpred.problem.norm_of_groups import NORM, Norm, norm_macros
 from confpred.problem.operation import SCRATCH, ZEROED, Launch, Step
 
 _MOST_SAMPLES = 65_535  # of a launch: CUDA counts them in 16 bits

@@ -19,7 +19,7 @@ from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.group_norm import AFFINE, NORM, Norm, norm_macros
+from confpred.problem.norm_of_groups import AFFINE, NORM, Norm, norm_macros
 from confpred.problem.operation import SCRATCH, Launch
 from confpred.problem.record import ITEMSIZES
 

@@ -81,10 +81,12 @@ def norm_after(chain: Chain) -> Chain:
     return replace(chain, nodes=(*chain.nodes, norm, first), norm=norm)
 
 
-def sum_after(chain: Chain) -> Chain:
+def sum_after(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     """Take a sum with a residual of the same shape and dtype, without a factor.
 
     It has the layout of what it is added to, as nodes that follow count on the strides of the sum.
+    An operator that has a layout of its own, and may compute the sum in float32, says which `dtype`
+    its residual has.
     """
     total = _only_reader(chain.last)
     if total is None or total.target is not aten.add.Tensor:
@@ -93,9 +95,10 @@ def sum_after(chain: Chain) -> Chain:
     residual: Any = total.args[places[0]] if len(places) == 1 else None  # not added to itself
     if not isinstance(residual, fx.Node) or total.kwargs.get("alpha", 1) != 1:
         return chain
-    a, b = val_of(chain.last), val_of(residual)
-    same = isinstance(b, Tensor) and b.shape == a.shape and b.dtype is a.dtype
-    if not same or is_channels_last(val_of(total)) != is_channels_last(a):
+    a, b, c = map(val_of, (chain.last, residual, total))
+    if not isinstance(b, Tensor) or b.shape != a.shape or b.dtype is not (dtype or a.dtype):
+        return chain
+    if c.dtype is not a.dtype if dtype else is_channels_last(c) != is_channels_last(a):
         return chain
     return replace(chain, nodes=(*chain.nodes, total), sum=(total, places[0]))
 

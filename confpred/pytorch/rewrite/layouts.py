@@ -29,6 +29,10 @@ log = logging.getLogger("confpred")
 aten, ours = torch.ops.aten, torch.ops.confpred
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _OURS = (ours.conv2d.default, ours.conv2d_backward.default)
+_NORMS = (
+    ours.batch_norm.default, ours.batch_norm_backward.default, ours.norm.default,
+    ours.norm_backward.default,
+)  # fmt: skip
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
@@ -99,9 +103,9 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
 
 def keep_strides(graph: fx.Graph) -> None:
     """Let results of a graph, and what `reads_memory_in_order` gets, keep their strides in place,
-    and all else follow the operators of lines and volumes, which return another layout than
+    and all else follow the operators of lines, volumes and norms, which return another layout than
     PyTorch's where they were put."""
-    if not any(map(_is_of_another_rank, graph.nodes)):
+    if not any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         return
     vals: dict[fx.Node, Any] = {}
     made: dict[Any, fx.Node] = {}
@@ -115,7 +119,7 @@ def keep_strides(graph: fx.Graph) -> None:
                 if key not in made:
                     made[key] = _copied(source, vals[source], val_of(source), node)
                 node.replace_input_with(source, made[key])
-        elif moved or _is_of_another_rank(node):
+        elif moved or _is_of_another_rank(node) or node.target in _NORMS:
             if _is_of_another_rank(node):
                 _copy_inputs(node, vals, made)
             given, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)

@@ -28,7 +28,8 @@ _FUNCTIONAL = aten._batch_norm_with_update_functional.default
 #: Libraries of operators that compute and do nothing else; operators of a program may.
 _PURE = ("aten", "prims", "prim", "confpred", "torchvision")
 _IMPURE = ("call_torchbind", "invoke_leaf_function", "print", "with_effects")
-_CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+#: Operators that may convert a tensor to another dtype.
+CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
@@ -275,7 +276,7 @@ def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
     given = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in list(graph.nodes):
-        if node.target not in _CONVERSIONS:
+        if node.target not in CONVERSIONS:
             continue
         first = node.args[0] in given
         last = not given and node.users.keys() == {output}

@@ -27,7 +27,7 @@ CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 @dataclass(slots=True)
 class Site:
-    """One convolution or batch norm of a graph in one direction.
+    """One convolution or norm of a graph in one direction.
 
     Attributes:
         name: of the layer, as the network calls it; empty where it is not known.
@@ -38,6 +38,7 @@ class Site:
         choice: what was chosen; None where nothing is known.
         fused: operators that became one with it, such as ``("norm", "relu")``.
         by_layout: of a line or volume, its problem in each layout.
+        sizes: of the input of a norm.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Site:
     choice: Choice | None = None
     fused: tuple[str, ...] = ()
     by_layout: dict[str, Record] = field(default_factory=dict)
+    sizes: tuple[Any, ...] = ()
 
     @property
     def is_ours(self) -> bool:

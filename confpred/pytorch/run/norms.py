@@ -1,11 +1,14 @@
-"""Batch norms of training, each with its activation and residual as one operator a direction.
+"""Norms, each with its activation and residual as one operator a direction.
 
-    forward    batch norm -> [+ residual] -> [activation]
+    forward    norm -> [+ residual] -> [activation]
     backward   the gradient of that, whose argument of the activation is computed again
 
-So the normalised tensor is neither stored nor read again. Both directions of a layer are replaced
-together, where that is predicted to save GPU time. A call of other sizes, or one that no kernel
-takes, computes the same by PyTorch's operators.
+So the normalised tensor is neither stored nor read again. A call of other sizes, or one that no
+kernel takes, computes the same by PyTorch's operators.
+
+`forward` and `backward` are batch norm. `group_forward` and `group_backward` are the norms that
+`confpred.problem.norm_of_groups` describes: of images with their channels in dimension 1, channels
+last; of rows, where a problem has one pixel a sample, with their channels in the last dimension.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from confpred.errors import InvalidProblem
 from confpred.launch.assignment import Assignment
 from confpred.problem.activation import activated, argument_grad
 from confpred.problem.norm import BatchNorm
+from confpred.problem.norm_of_groups import AFFINE, Norm
 from confpred.pytorch.run import loading
 from confpred.pytorch.run.choosing import kept
 from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
@@ -28,6 +32,8 @@ aten = torch.ops.aten
 _NORM = aten._native_batch_norm_legit_functional.default
 _FROZEN = aten._native_batch_norm_legit_no_training.default
 _NORM_BACKWARD = aten.native_batch_norm_backward.default
+_GROUPS = aten.native_group_norm.default
+_GROUPS_BACKWARD = aten.native_group_norm_backward.default
 
 
 def problem_of(
@@ -36,42 +42,89 @@ def problem_of(
 ) -> BatchNorm | None:  # fmt: skip
     """Return the problem of a batch norm of images N, C, H, W; None where there is none."""
     n, c, h, w = shape
-    if direction == "backward" and activation == "none":
-        residual = False  # its gradient is that of the output
     try:
         return BatchNorm(
-            n, h, w, c, dtype=DTYPES[dtype], activation=activation, residual=residual,
-            direction=direction, affine=affine, frozen=frozen,
+            n, h, w, c, dtype=DTYPES[dtype], activation=activation, direction=direction,
+            residual=_reads_residual(residual, direction, activation), affine=affine, frozen=frozen,
         )  # fmt: skip
     except (InvalidProblem, KeyError):
         return None
+
+
+def group_problem_of(
+    sizes: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
+    weights: Sequence[Tensor], centred: bool,
+) -> Norm | None:  # fmt: skip
+    """Return the problem of a norm of samples, pixels, channels and groups; None where there is
+    none. `weights` are a weight, or a weight and a bias; a matrix has a row for each sample."""
+    n, p, c, groups = sizes
+    try:
+        return Norm(
+            n, p, c, groups, dtype=DTYPES[dtype], activation=activation, direction=direction,
+            residual=_reads_residual(residual, direction, activation), affine=AFFINE[len(weights)],
+            weights=DTYPES[weights[0].dtype] if weights else "float32",
+            adaptive=any(t.dim() > 1 for t in weights), centred=centred,
+        )  # fmt: skip
+    except (InvalidProblem, KeyError):
+        return None
+
+
+def _reads_residual(residual: bool, direction: str, activation: str) -> bool:
+    """Return whether a residual is read: without an activation its gradient is the output's."""
+    return residual and not (direction == "backward" and activation == "none")
 
 
 # The operators
 
 
 def _launch(
-    images: Sequence[Tensor | None], vectors: Sequence[Tensor | None], text: str
-) -> tuple[Any, ReadyLaunch | None]:
-    """Return the problem that was assigned, and the launch for these tensors; None for PyTorch's
-    operators."""
+    images: Sequence[Tensor | None], weights: Sequence[Tensor | None],
+    statistics: Sequence[Tensor], text: str,
+) -> tuple[Any, ReadyLaunch | None, list[Any]]:  # fmt: skip
+    """Return the problem that was assigned, the launch for these tensors, and `images` as it reads
+    them; no launch for PyTorch's operators."""
     assigned = Assignment.read(text)
     p: Any = assigned.problem
-    given = [t for t in images if t is not None]
-    x, dtype, shape = given[0], getattr(torch, p.dtype), (p.n, p.c, p.h, p.w)
-    if len(given) != 1 + p.residual + p.is_backward or (vectors[0] is not None) is not p.affine:
-        return p, None
-    if not x.is_cuda or any(
-        t.shape != shape or t.dtype is not dtype or t.device != x.device for t in given
-    ):
-        return p, None
-    if not all(
-        t is None or (t.dtype is torch.float32 and t.is_contiguous() and t.device == x.device)
-        for t in vectors
-    ):
-        return p, None
+    given, affine = ([t for t in each if t is not None] for each in (images, weights))
+    x, dtype, count, kind = given[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
+    if isinstance(p, Norm):
+        count, kind = AFFINE.index(p.affine), getattr(torch, p.weights)
+    vectors = [*((t, torch.float32) for t in statistics), *((t, kind) for t in affine)]
+    if not x.is_cuda or not _fits(p, x.shape):
+        return p, None, []
+    if len(given) != 1 + p.residual + p.is_backward or len(affine) != count:
+        return p, None, []
+    if any(t.shape != x.shape or t.dtype is not dtype or t.device != x.device for t in given):
+        return p, None, []
+    if any(t.dtype is not d or not t.is_contiguous() or t.device != x.device for t, d in vectors):
+        return p, None, []
     ordinal = x.get_device()
-    return p, kept(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
+    ready = kept(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
+    return p, ready, [None if t is None else _dense(p, t) for t in images]
+
+
+def _fits(p: Any, shape: torch.Size) -> bool:
+    """Return whether images of `shape` are those of a problem."""
+    if not isinstance(p, Norm):
+        return shape == (p.n, p.c, p.h, p.w)
+    if p.p == 1:
+        return shape[-1] == p.c and shape.numel() == p.n * p.c
+    return shape[:2] == (p.n, p.c) and shape.numel() == p.n * p.c * p.p
+
+
+def _gradients(
+    ready: ReadyLaunch, images: Sequence[Tensor | None], vectors: Sequence[Tensor | None],
+    numbers: Sequence[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch a backward pass: return gradients of the input, weight, bias and residual, empty for
+    one that is not there. `images` are the output's gradient, the input and the residual, `vectors`
+    begin with weight and bias."""
+    x: Any = images[1]
+    empty, found = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
+    in_grad = next(found).view(x.shape)
+    residual_grad = empty if images[2] is None else next(found).view(x.shape)
+    grads = [empty if t is None else next(found) for t in vectors[:2]]
+    return in_grad, *grads, residual_grad
 
 
 def forward(
@@ -85,9 +138,8 @@ def forward(
     frozen one. `numbers` are `eps` and `momentum` where kernels read them: the graph makes them, as
     memory that outlives it would be in the pool of its CUDA graph."""
     vectors = (weight, bias, running_mean, running_var)
-    p, ready = _launch([x, residual], vectors, text)
+    p, ready, images = _launch([x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
-        images = [None if t is None else dense(t) for t in (x, residual)]
         homes = {} if p.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
         found = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
@@ -117,16 +169,10 @@ def backward(
     one that is not there. A frozen one takes the running statistics for `mean` and `invstd`, and
     `eps` in `numbers` too."""
     vectors = (weight, bias, mean, invstd)
-    p, ready = _launch([out_grad, x, residual], vectors, text)
-    empty = x.new_empty(0)
+    p, ready, images = _launch([out_grad, x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
-        images = [None if t is None else dense(t) for t in (out_grad, x, residual)]
-        found = iter(ready.run(*images, *vectors, *numbers))
-        in_grad = next(found)
-        residual_grad = empty if residual is None else next(found)
-        grads = (empty, empty) if weight is None else (next(found), next(found))
-        return in_grad, *grads, residual_grad
-    grad = out_grad
+        return _gradients(ready, images, vectors, numbers)
+    grad, empty = out_grad, x.new_empty(0)
     if p.activation != "none":
         sides = (1, -1, 1, 1)
         one = torch.ones_like(mean) if weight is None else weight
@@ -150,11 +196,104 @@ def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor
     return out, *(torch.empty_like(vector) for _ in range(4))
 
 
+def group_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    numbers: Sequence[Tensor], eps: float, text: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute ``activation(norm(x) + residual)``; return it with the mean, empty where none is
+    subtracted, and 1 over the root of variance and `eps`, of (samples, groups) in float32.
+    Adaptive weights are of (samples, channels). `numbers` are as of `forward`."""
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    p, ready, images = _launch([x, residual], [weight, bias], [], text)
+    mean = x.new_empty(0, dtype=torch.float32)
+    if ready is not None:
+        out, *statistics = ready.run(*images, weight, bias, *numbers)
+        out = out.view(x.shape)
+    else:
+        out, *statistics = _normalised(p, x, weight, bias, eps)
+        out = activated(p.activation, out if residual is None else out + residual)
+        out, statistics = _dense(p, out.to(x.dtype)), [t.float() for t in statistics]
+    return out, *([] if p.centred else [mean]), *statistics  # type: ignore[return-value]
+
+
+def group_backward(
+    out_grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, mean: Tensor, invstd: Tensor, text: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
+    one that is not there. Weights are not adaptive."""
+    p, ready, images = _launch([out_grad, x, residual], [weight, bias], [mean, invstd], text)
+    if ready is not None:
+        return _gradients(ready, images, (weight, bias, mean if p.centred else None, invstd), [])
+    rows, kind = _rows(p, x, weight), x.dtype if weight is None else weight.dtype
+    n, c, size = rows.shape
+    empty, sides = x.new_empty(0), (-1, 1)
+    unit = rows.view(n, p.groups, -1) - (mean[..., None] if p.centred else 0.0)
+    unit = (unit * invstd[..., None]).view(rows.shape)  # in float32
+    grad = out_grad.to(rows.dtype)
+    if p.activation != "none":
+        argument = unit * (1.0 if weight is None else weight.view(sides))
+        argument = argument + (0.0 if bias is None else bias.view(sides))
+        argument = argument.view(x.shape) + (0.0 if residual is None else residual)
+        grad = argument_grad(p.activation, grad, argument.to(rows.dtype))
+    each: Any
+    columns = _rows(p, grad, weight)
+    if p.centred:
+        mask = [True, weight is not None, bias is not None]
+        statistics = (mean.to(rows.dtype), invstd.to(rows.dtype))
+        each = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
+    else:
+        product = columns.float() * (1 if weight is None else weight.view(sides))
+        projected = (product * unit).mean(1, keepdim=True)
+        of_weight = None if weight is None else (columns * unit).sum((0, 2)).to(kind)
+        each = ((product - unit * projected) * invstd[..., None], of_weight, None)
+    in_grad, *others = (empty if t is None else t for t in each)
+    residual_grad = empty if residual is None else _dense(p, grad.to(x.dtype))
+    return _dense(p, in_grad.view(x.shape).to(x.dtype)), *others, residual_grad
+
+
+def _normalised(
+    p: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """Return the normalised tensor and its statistics by PyTorch's operators, of any sizes."""
+    rows, own = _rows(p, x, weight), (None, None) if p.adaptive else (weight, bias)
+    n, c, size = rows.shape
+    if p.centred:
+        out, *statistics = _GROUPS(rows, *own, n, c, size, p.groups, eps)
+    else:
+        statistics = [torch.rsqrt(rows.float().square().mean(1) + eps)]
+        out = rows * statistics[0][..., None] * (1.0 if weight is None else weight[:, None])
+    if p.adaptive and weight is not None:
+        out = out * weight[..., None] + (0 if bias is None else bias[..., None])
+    return out.to(rows.dtype).view(x.shape), *statistics
+
+
+def _rows(p: Norm, t: Tensor, weight: Tensor | None) -> Tensor:
+    """Return `t` as samples, channels and pixels, as PyTorch's operators read it. As autocast has
+    it, it is in float32 where the weights have another dtype."""
+    t = t.float() if weight is not None and weight.dtype is not t.dtype else t
+    return t.reshape(-1, t.shape[-1], 1) if p.p == 1 else t.flatten(2).contiguous()
+
+
+def _dense(p: Any, t: Tensor) -> Tensor:
+    """Return `t` as kernels read it."""
+    is_rows = isinstance(p, Norm) and p.p == 1
+    return t.resolve_neg().contiguous() if is_rows else dense(t)
+
+
+def fake_group_forward(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    p: Any = Assignment.read(others[-1]).problem
+    samples = x.numel() // x.shape[-1] if p.p == 1 else x.shape[0]
+    invstd = x.new_empty(samples, p.groups, dtype=torch.float32)
+    mean = torch.empty_like(invstd) if p.centred else invstd.new_empty(0)
+    return _dense(p, torch.empty_like(x)), mean, invstd
+
+
 def fake_backward(
     _: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    like = torch.empty_like(x, memory_format=torch.channels_last)
-    empty = x.new_empty(0)
-    grads = (empty if t is None else torch.empty_like(t) for t in (weight, bias))
-    return like, *grads, empty if residual is None else torch.empty_like(like)
+    p = Assignment.read(others[-1]).problem
+    given = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
+    like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in given)
+    return _dense(p, like), *grads, _dense(p, of_residual)

@@ -111,6 +111,16 @@ _define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     norms.backward, norms.fake_backward,
 )  # fmt: skip
+_define(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor[] numbers, float eps,"
+    " str call) -> (Tensor, Tensor, Tensor)",
+    norms.group_forward, norms.fake_group_forward,
+)  # fmt: skip
+_define(
+    "norm_backward(Tensor out_grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual,"
+    " Tensor mean, Tensor invstd, str call) -> (Tensor, Tensor, Tensor, Tensor)",
+    norms.group_backward, norms.fake_backward,
+)  # fmt: skip
 _define("clone(Tensor x, *, MemoryFormat memory_format) -> Tensor", torch.clone, torch.clone)
 _define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", _convert, _like)
 _define(

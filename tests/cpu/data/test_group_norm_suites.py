@@ -11,8 +11,8 @@ from torch import nn
 
 from confpred.data.suites import read_suite
 from confpred.problem.device import get_device
-from confpred.problem.group_norm import AFFINE
 from confpred.problem.norm import DIRECTIONS
+from confpred.problem.norm_of_groups import AFFINE
 
 GROUPINGS = {"group norm", "instance norm", "layer norm", "RMS norm"}
 

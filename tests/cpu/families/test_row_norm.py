@@ -15,7 +15,7 @@ from ptxas import ARCHS, resources
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES
 from confpred.problem.device import KNOWN, Device
-from confpred.problem.group_norm import AFFINE, Norm
+from confpred.problem.norm_of_groups import AFFINE, Norm
 from confpred.problem.operation import KernelSpec
 
 every_family = pytest.mark.parametrize("family", ROW_NORMS.values(), ids=ROW_NORMS)

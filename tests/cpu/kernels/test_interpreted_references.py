@@ -25,8 +25,8 @@ from confpred.problem import norm
 from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv import CONV, LAYOUTS, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS, DTYPES, Problem
-from confpred.problem.group_norm import NORM, Norm
 from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.norm_of_groups import NORM, Norm
 from confpred.problem.operation import REFERENCE, Operation
 
 Tensors = Mapping[str, torch.Tensor]

@@ -17,7 +17,7 @@ from confpred.families.norm.row_norm import RowNorm
 from confpred.families.protocol import Family, config_dict
 from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.conv2d import DTYPES
-from confpred.problem.group_norm import AFFINE, Norm
+from confpred.problem.norm_of_groups import AFFINE, Norm
 
 CONFIGS = 3
 

@@ -27,9 +27,9 @@ from confpred.families.registry import all_families, all_operations, families_of
 from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, DTYPES, Problem
 from confpred.problem.device import get_device
-from confpred.problem.group_norm import NORM, Norm
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.norm import BATCH_NORM, BatchNorm
+from confpred.problem.norm_of_groups import NORM, Norm
 from confpred.problem.operation import REFERENCE, Operand, Operation
 from confpred.sampler.store import open_store
 from confpred.training.dataset import read_dataset

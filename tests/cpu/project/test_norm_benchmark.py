@@ -13,7 +13,7 @@ from norms import expected, inputs_of
 from benchmarks.kernels import norms
 from confpred.families.registry import kernels_of
 from confpred.problem.device import get_device
-from confpred.problem.group_norm import NORM, Norm
+from confpred.problem.norm_of_groups import NORM, Norm
 
 STATISTICS = ("mean", "invstd")
 GROUP_BACKWARD = torch.ops.aten.native_group_norm_backward.default

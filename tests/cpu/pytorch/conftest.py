@@ -23,11 +23,16 @@ from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
 from confpred.problem.norm import BatchNorm
+from confpred.problem.norm_of_groups import Norm
 from confpred.problem.record import Record
 from confpred.pytorch import backend
 from confpred.pytorch.run import choosing, convolve, loading
 
-KERNEL, NORM_KERNEL = Candidate("cudnn", 1), Candidate("batch_norm_two_pass", 0)
+KERNEL = Candidate("cudnn", 1)
+#: Kernels that are chosen for problems of other types.
+NORM_KERNELS = {
+    BatchNorm: Candidate("batch_norm_two_pass", 0), Norm: Candidate("group_norm_two_pass", 0),
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ class Captured:
         self.asked.append(list(problems))
         choices = []
         for problem in problems:
-            kernel = NORM_KERNEL if isinstance(problem, BatchNorm) else KERNEL
+            kernel = NORM_KERNELS.get(type(problem), KERNEL)
             candidate = kernel if self.wins(problem) else PYTORCH_OPERATOR
             choices.append(Choice(problem, "h100", "predicted", candidate, 1.0, pytorch_ms=2.0))
         return choices

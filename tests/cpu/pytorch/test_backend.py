@@ -105,7 +105,7 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 PASSES = [
     ("layouts", "to_channels_last", False), ("passes", "views_of_any_layout", False),
     ("passes", "drop_copies", False), ("fusing", "fuse", False),
-    ("training", "serve_convolutions", False), ("training", "serve_norms", False),
+    ("training", "serve_convolutions", False), ("normalising", "serve_norms", False),
     ("passes", "batch_norms_as_eager", False),
     ("passes", "convert_together", False), ("passes", "update_in_place", False),
     ("inductor", "decomposed", True), ("inductor", "compiled", True),

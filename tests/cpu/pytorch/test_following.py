@@ -129,6 +129,15 @@ def test_a_sum(function: Callable[..., Any], place: int | None) -> None:
         assert longer.residual.op == "placeholder"
 
 
+def test_a_sum_in_float32_with_a_residual_in_half_precision() -> None:
+    """As an operator computes it that reads half precision."""
+    chain = begun(lambda y, x, v: x.half() + y)
+    assert sum_after(chain) is chain
+    longer = sum_after(chain, torch.float16)
+    assert longer.sum == (longer.last, 0)
+    assert sum_after(chain, torch.bfloat16) is chain
+
+
 @pytest.mark.parametrize(
     ("function", "is_taken"),
     [

@@ -16,7 +16,7 @@ from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.norm import BatchNorm
 from confpred.pytorch import backend
-from confpred.pytorch.rewrite import training
+from confpred.pytorch.rewrite import norm_layers, normalising
 
 FASTER = Candidate("batch_norm_two_pass", 0)
 #: Fused form of each: activation and whether a residual is in it.
@@ -144,7 +144,7 @@ def test_of_two_norms_that_are_added_one_has_the_sum(
     left: list[Any] = []
 
     def seen(graph: torch.fx.Graph) -> None:
-        targets = (training.BATCH_NORM, training.BATCH_NORM_BACKWARD)
+        targets = (norm_layers.BATCH_NORM_FORWARD, norm_layers.BATCH_NORM_BACKWARD)
         left.extend(node for node in graph.nodes if node.target in targets)
 
     # Looks at the graph before its last pass.
@@ -205,10 +205,10 @@ def test_both_directions_are_replaced_together() -> None:
     slow = Choice(problem, "h100", "predicted", FASTER, 2.0, pytorch_ms=1.0)
     theirs = Choice(problem, "h100", "predicted", PYTORCH_OPERATOR, 1.0, pytorch_ms=1.0)
     guessed = Choice(problem, "h100", "heuristic", FASTER, 1.0, pytorch_ms=9.0)
-    assert training._gain_ms(ours, ours) == 1.0
-    assert training._gain_ms(ours, slow) < 0.0
-    assert training._gain_ms(ours, theirs) == 0.0
-    assert training._gain_ms(ours, guessed) == 0.0
+    assert normalising._gain_ms(ours, ours) == 1.0
+    assert normalising._gain_ms(ours, slow) < 0.0
+    assert normalising._gain_ms(ours, theirs) == 0.0
+    assert normalising._gain_ms(ours, guessed) == 0.0
 
 
 def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:

@@ -13,8 +13,8 @@ from norms import expected, inputs_of
 from confpred.errors import InvalidProblem
 from confpred.families.registry import operation_named, operation_of
 from confpred.problem.device import get_device
-from confpred.problem.group_norm import NORM, Norm
 from confpred.problem.norm import DIRECTIONS
+from confpred.problem.norm_of_groups import NORM, Norm
 
 LAYER = Norm(2, 4096, 320, 32, activation="silu")
 

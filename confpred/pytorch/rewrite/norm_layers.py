@@ -1,0 +1,442 @@
+"""Norms of captured graphs, each with what follows it: what confpred's operators may compute.
+
+    norm -> [+ residual] -> [activation], and the gradient of that
+
+    batch norm        in joint graphs of forward and backward; `fusing` has those of inference
+    group norm        native_group_norm; in inference with a scale and a shift of each sample, too
+    instance norm     a batch norm without running statistics, of a view (1, N * C, ...)
+    layer norm        native_layer_norm of one dimension
+    RMS norm          _fused_rms_norm of one dimension
+
+Autocast has most of them in float32: the conversions before and behind become part of the operator,
+where nothing else reads the result, or adds to the gradient, in float32. Copies into channels first
+do, too, which PyTorch's group and instance norms want.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from confpred.problem.record import Record
+from confpred.pytorch.rewrite import following, sites
+from confpred.pytorch.rewrite.following import Chain, readers_of, source_of
+from confpred.pytorch.rewrite.passes import CONVERSIONS, is_view, val_of
+from confpred.pytorch.run import norms
+from confpred.pytorch.run.loading import DTYPES, is_channels_last
+
+aten = torch.ops.aten
+BATCH_NORM_FORWARD = aten._native_batch_norm_legit_functional.default
+BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
+_INSTANCE_NORM = aten._native_batch_norm_legit.no_stats
+#: Norms of groups and their gradients, by name: not every PyTorch has all of them.
+_GROUP_NORMS = {
+    "aten.native_group_norm.default", "aten.native_layer_norm.default",
+    "aten._fused_rms_norm.default", str(_INSTANCE_NORM),
+}  # fmt: skip
+GRADIENTS = {
+    "aten.native_group_norm_backward.default", "aten.native_layer_norm_backward.default",
+    "aten._fused_rms_norm_backward.default", str(BATCH_NORM_BACKWARD),
+}  # fmt: skip
+_COPIES = (aten.clone.default, *CONVERSIONS)
+_FOLLOWS = {*following.ACTIVATIONS, *CONVERSIONS}  # pointwise, also without the tag
+_VIEWS = (aten.view.default, aten.reshape.default)
+_DIRECTIONS = ("forward", "backward")
+Lies = Callable[[fx.Node], bool]
+Place = tuple[fx.Node, int]  # an argument of a node: another one once chains before are replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A norm of a graph with what becomes part of its operators.
+
+    Attributes:
+        chain: the norm and what follows it.
+        problems: of each direction; None where there is none.
+        inputs: the input, weight and bias, and a batch norm's running mean and variance; None for
+            one that is not there.
+        scalars: numbers that the forward operator takes.
+        ends: nodes that its first result takes the place of.
+        scale: a factor and a term of each sample and channel, which follow the norm.
+        hands: nodes that hand the gradient before the activation on to the norm's own gradient,
+            which is the last; none where there is no backward pass.
+        grad: the output's gradient.
+        grads: nodes that gradients of the input, weight and bias take the place of.
+    """
+
+    chain: Chain
+    problems: Sequence[Record | None]
+    inputs: Sequence[Place | None]
+    scalars: tuple[Any, ...]
+    ends: Sequence[fx.Node]
+    scale: Sequence[Place] = ()
+    hands: Sequence[fx.Node] = ()
+    grad: Place | None = None
+    grads: Mapping[int, Sequence[fx.Node]] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> Any:
+        return self.chain.norm
+
+    def given(self) -> list[Any]:
+        """Return the nodes of `inputs`."""
+        return [None if place is None else node_at(place) for place in self.inputs]
+
+    def sites(self) -> list[sites.Site]:
+        """Return the site of each direction."""
+        chain, name = self.chain, sites.name_of(self.norm)
+        fused = ["scale"] * bool(self.scale) + ["add"] * (chain.sum is not None)
+        fused += [chain.activation] * (chain.activation != "none")
+        more: Any = {"fused": tuple(fused), "sizes": tuple(sites.sizes_of(val_of(self.given()[0])))}
+        each = zip(_DIRECTIONS, self.problems, strict=False)
+        return [sites.Site(name, direction, problem, **more) for direction, problem in each]
+
+    def position(self) -> fx.Node | None:
+        """Return the node before which the operator is to stand: the first one that needs a running
+        statistic, the last of the chain at the latest. None where an input is not there by then."""
+        inputs = [x for x in (*self.given(), self.chain.residual) if isinstance(x, fx.Node)]
+        statistics = [item for item in self.norm.users if item.args[1] and self.inputs[3:]]
+        first = min([self.chain.last, *(user for node in statistics for user in node.users)])
+        return first if max(inputs) < first else None
+
+
+def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
+    """Return what tells whether a node of a graph is channels last; if it `has_groups`, or will be
+    once confpred computes the norms of groups before it."""
+    expected: set[fx.Node] = set()
+
+    def lies(node: fx.Node) -> bool:
+        val = val_of(node)
+        return node in expected or (isinstance(val, Tensor) and is_channels_last(val))
+
+    for node in graph.nodes if has_groups else ():
+        if str(node.target) in _GROUP_NORMS and "normalized_shape" not in _named(node):
+            if lies(_first(_hands_of_input(node)[0])):
+                items = [item for item in node.users if item.args[1] == 0]
+                expected.update(items, *(item.users for item in items if _is_instance(node)))
+        elif node.target in _FOLLOWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            shape = getattr(val_of(node), "shape", None)
+            like = [n for n in node.all_input_nodes if getattr(val_of(n), "shape", None) == shape]
+            is_copied = "memory_format" in node.kwargs or expected.isdisjoint(like)
+            expected.update([node] if not is_copied and all(map(lies, like)) else ())
+    return lies
+
+
+def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
+    """Return the batch norm whose gradient `backward` is; None if kernels cannot compute both.
+    `claimed` are nodes of others; `lies` is as `lies_last` returns it."""
+    given: Any = backward.args
+    grad, x, weight, _, _, mean, _, training, _, mask = given
+    norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
+    if norm is None or norm.target not in (BATCH_NORM_FORWARD, following.FIXED_NORM):
+        return None
+    frozen = norm.target is following.FIXED_NORM
+    bias, statistics = norm.args[2], norm.args[3:5]
+    vectors = [*statistics, *(t for t in (weight, bias) if t is not None)]
+    items = {item.args[1]: item for item in norm.users}
+    if (
+        bool(training) is frozen or not (frozen or norm.args[5]) or not mask[0]
+        or norm.args[0] is not x or norm.args[1] is not weight or (weight is None) != (bias is None)
+        or not all(isinstance(t, fx.Node) for t in (grad, *vectors))
+        or any(val_of(t).dtype is not torch.float32 for t in vectors)
+        or 0 not in items or len(items) != len(norm.users)
+    ):  # fmt: skip
+        return None
+    images = val_of(x), val_of(items[0])  # that kernels read and write
+    if images[0].dtype not in DTYPES or images[0].dim() != 4:
+        return None
+    if not all(map(is_channels_last, images)):
+        return None
+
+    def layer(chain: Chain) -> Layer:
+        problems = [
+            norms.problem_of(
+                sites.sizes_of(images[0]), images[0].dtype, direction, chain.activation,
+                residual=chain.sum is not None, affine=weight is not None, frozen=frozen,
+            ) for direction in _DIRECTIONS
+        ]  # fmt: skip
+        inputs = [None if norm.args[place] is None else (norm, place) for place in range(5)]
+        return Layer(
+            chain, problems, inputs, norm.args[-2:], [chain.last], hands=[backward],
+            grad=(chain.gradient or backward, 0),
+            grads={item.args[1]: [item] for item in backward.users},
+        )  # fmt: skip
+
+    plain = Chain((norm, items[0]), norm)
+    add = partial(_sum_after, images[0].dtype, lies, True)
+    patterns = (add, partial(_activation_after, [backward]))
+    whole = layer(following.follow(plain, patterns, claimed))
+    return layer(plain) if whole.position() is None else whole
+
+
+def group_norm(
+    norm: Any, backward: Any, claimed: Collection[fx.Node], lies: Lies
+) -> Layer | None:  # fmt: skip
+    """Return the norm of groups whose gradient `backward` is, if there is one; None if kernels
+    cannot compute it. `claimed` and `lies` are as of `batch_norm`."""
+    if str(getattr(norm, "target", "")) not in _GROUP_NORMS:
+        return None
+    items = {item.args[1]: item for item in norm.users}
+    readers = {reader for place, item in items.items() if place for reader in readers_of(item)}
+    if 0 not in items or len(items) < len(norm.users) or readers != {backward} - {None}:
+        return None
+    given, again = _named(norm), _named(norm if backward is None else backward)
+    if any(given.get(name) is not again.get(name) for name in ("input", "weight")):
+        return None
+    nodes, hands = [norm, items[0]], _hands_of_input(norm)
+    if _is_instance(norm):
+        views = readers_of(items[0])
+        if len(views) != 1 or any(node.target not in _VIEWS for node in (norm.args[0], *views)):
+            return None
+        nodes += views
+    for start in range(len(hands)):
+        layer = _reading(Chain(tuple(nodes), norm), hands[start:], backward, claimed, lies)
+        if layer is not None:
+            return layer
+    return None
+
+
+def _is_instance(norm: fx.Node) -> bool:
+    return norm.target is _INSTANCE_NORM
+
+
+def _hands_of_input(norm: Any) -> list[Any]:
+    """Return the nodes that hand the input on to a norm, up to the view of an instance norm."""
+    has_view = _is_instance(norm) and _first(norm).target in _VIEWS
+    return _hands(_first(norm) if has_view else norm)
+
+
+def _hands(
+    last: Any, dtype: torch.dtype | None = None, views: Collection[Any] = ()
+) -> list[Any]:  # fmt: skip
+    """Return `last` behind the copies, as of `_is_copy`, and the `views` that hand a tensor on to
+    it."""
+    hands = [last]
+    while _is_copy(_first(hands[0]), dtype) or _first(hands[0]).target in views:
+        hands.insert(0, _first(hands[0]))
+    return hands
+
+
+def _reading(
+    chain: Chain, hands: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
+) -> Layer | None:  # fmt: skip
+    """Return the norm of groups at the start of `chain`, if confpred's operator can read what the
+    first of `hands` reads."""
+    norm: Any = chain.norm
+    x, eps = val_of(_first(hands[0])), _named(norm)["eps"]
+    inputs = [(hands[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
+    weights = [val_of(node_at(place)) for place in inputs[1:] if place is not None]
+    if not all(isinstance(t, Tensor) for t in (x, *weights)):
+        return None  # nothing is known of a constant
+    dtypes = {t.dtype for t in weights}
+    sizes = _sizes(norm, _first(hands[0]), lies) if x.dtype in DTYPES else None
+    if (
+        sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
+        or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
+        or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
+        or (backward is not None and _is_copy(hands[0]) and _may_be_written(_first(hands[0])))
+    ):  # fmt: skip
+        return None
+    chain = following.follow(chain, [partial(_conversion_after, x.dtype)], claimed)
+    scale: Sequence[Place] = ()
+    if backward is None and sizes[1] > 1:
+        chain, scale, weights = _scale_after(chain, x, weights, claimed)
+    views = _VIEWS if _is_instance(norm) else ()
+    back = [] if backward is None else _hands(backward, x.dtype, views)
+    is_row = lambda node: val_of(node).is_contiguous()  # noqa: E731
+    add = partial(_sum_after, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
+    chain = following.follow(chain, [add, partial(_activation_after, back)], claimed)
+    ends = converted(chain.last, x.dtype, chain.gradient)
+    grad = _grad_of(chain, back, x.dtype) if back else None
+    grads = _grads_of(backward, (x, *weights)) if back else {}
+    if not ends or grads is None or (grad is None and back):
+        return None
+    problems = [
+        norms.group_problem_of(
+            sizes, x.dtype, direction, chain.activation, residual=chain.sum is not None,
+            weights=weights, centred="rms" not in str(norm.target),
+        ) for direction in _DIRECTIONS[: 1 + bool(back)]
+    ]  # fmt: skip
+    scalars = (torch.finfo(torch.float32).eps if eps is None else eps,)
+    return Layer(chain, problems, inputs, scalars, ends, scale, back, grad, grads)
+
+
+def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
+    """Return samples, pixels, channels and groups of a norm of groups that reads `node`; None if
+    kernels cannot read it as it lies."""
+    given, x = _named(norm), val_of(node)
+    sizes = sites.sizes_of(x)
+    if None in sizes:
+        return None
+    if "normalized_shape" in given:
+        is_row = len(given["normalized_shape"]) == 1 and x.is_contiguous()
+        return (prod(sizes[:-1]), 1, sizes[-1], 1) if is_row else None
+    n, c, *pixels = sizes
+    if not (lies(node) if pixels else x.is_contiguous()):
+        return None
+    if not _is_instance(norm):
+        return n, prod(pixels), c, given["group"]
+    view = sites.sizes_of(val_of(norm.args[0]))
+    return (n, prod(pixels), c, c) if view == [1, n * c, *pixels] else None
+
+
+def _parameter(norm: fx.Node, name: str) -> Place | None:
+    """Return the place of a weight or bias, which instance norm repeats for every sample."""
+    given = _named(norm)
+    node = given.get(name)
+    if node is None:
+        return None
+    is_repeated = _is_instance(norm) and node.target is aten.repeat.default
+    return (node, 0) if is_repeated else (norm, list(given).index(name))
+
+
+def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
+    """Return the place of the output's gradient; None where the operator cannot compute from it all
+    that nodes read."""
+    inner = chain.gradient
+    reader = back[0] if inner is None else _hands(inner, dtype)[0]
+    reads_others = inner is not None and converted(inner, dtype, back[0]) is None
+    return None if reads_others or val_of(_first(reader)).dtype is not dtype else (reader, 0)
+
+
+def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
+    """Return the nodes of the gradients of input, weight and bias, by place; None where the
+    operator's cannot take their place."""
+    grads: dict[int, Sequence[fx.Node]] = {}
+    if not _named(backward)["output_mask"][0]:
+        return None
+    for item in backward.users:
+        place, nodes = item.args[1], [item]
+        like = inputs[place]
+        if backward.target is BATCH_NORM_BACKWARD and val_of(item).shape != like.shape:
+            # The gradients of a view, with a weight for every sample.
+            nodes = [node for node in readers_of(item) if node.target in _VIEWS]
+            if place and nodes:
+                nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
+        found = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
+        if found is None or val_of(nodes[0]).shape != like.shape:
+            return None
+        grads[place] = found
+    return grads
+
+
+def _scale_after(
+    chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
+) -> tuple[Chain, Sequence[Place], list[Tensor]]:
+    """Take a factor and a term of each sample and channel, as adaptive norms have them; return the
+    chain, their places, and the weights that they become with those that there are."""
+    nodes: list[fx.Node] = []
+    places: list[Place] = []
+    dtypes: set[torch.dtype] = set()
+    for target in (aten.mul.Tensor, aten.add.Tensor):
+        last = (*chain.nodes, *nodes)[-1]
+        node, *others = readers_of(last) or [last]
+        if others or node.target is not target or node in claimed or node.kwargs:
+            break
+        terms = [i for i, term in enumerate(node.args) if source_of(term) is not last]
+        term: Any = node.args[terms[0]] if len(terms) == 1 else None
+        if not isinstance(term, fx.Node) or val_of(node).dtype is not val_of(last).dtype:
+            break
+        val, shape = val_of(term), (*x.shape[:2], *[1] * (x.dim() - 2))
+        if not isinstance(val, Tensor) or val.shape != shape:
+            break
+        nodes.append(node)
+        places.append((node, terms[0]))
+        dtypes.update(torch.promote_types(val.dtype, t.dtype) for t in weights or [val])
+    if len(places) < 2 or len(weights) == 1 or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}:
+        return chain, (), weights
+    made = [x.new_empty(x.shape[:2], dtype=dtype) for dtype in dtypes]
+    return replace(chain, nodes=(*chain.nodes, *nodes)), places, made * 2
+
+
+def _conversion_after(dtype: torch.dtype, chain: Chain) -> Chain:
+    """Take a conversion to `dtype`, which all else follows."""
+    readers = readers_of(chain.last)
+    if val_of(chain.last).dtype is dtype or len(readers) != 1:
+        return chain
+    found = converted(chain.last, dtype)
+    return replace(chain, nodes=(*chain.nodes, *found)) if found else chain
+
+
+def _sum_after(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
+    """Take a sum with a residual that lies as kernels read it in both directions."""
+    longer = following.sum_after(chain, dtype)
+    other = longer.residual
+    is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
+    return longer if is_taken else chain
+
+
+def _may_be_written(node: fx.Node) -> bool:
+    """Return whether the caller may write to a tensor before the backward pass reads it, which
+    PyTorch's does not: a result, or an input that nothing else reads."""
+
+    def is_result(node: fx.Node) -> bool:
+        return any(n.op == "output" or (is_view(n) and is_result(n)) for n in node.users)
+
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return is_result(node) or (node.op == "placeholder" and len(node.users) == 1)
+
+
+def _activation_after(back: Sequence[fx.Node], chain: Chain) -> Chain:
+    """Take an activation, in a joint graph one whose gradient the first of `back` alone reads, and
+    the residual's."""
+    if not back:
+        return following.activation_after(chain)
+    grad = _first(back[0])
+    if chain.sum is None and grad.users.keys() != {back[0]}:
+        return chain
+    return following.activation_after(chain, grad)
+
+
+def norm_of(backward: fx.Node) -> Any:
+    """Return the norm whose statistics `backward` reads."""
+    given = _named(backward)
+    item = source_of(given.get("rstd", given.get("save_invstd")))
+    is_item = isinstance(item, fx.Node) and item.target is operator.getitem
+    return item.args[0] if is_item else None
+
+
+def converted(
+    node: fx.Node, dtype: torch.dtype, but: fx.Node | None = None
+) -> list[fx.Node] | None:
+    """Return `node` if it has a dtype, else the conversions to it; None where something else, `but`
+    one node, reads it."""
+    if val_of(node).dtype is dtype:
+        return [node]
+    readers = [reader for reader in readers_of(node) if reader is not but]
+    are = all(r.target in CONVERSIONS and val_of(r).dtype is dtype for r in readers)
+    return readers if are else None
+
+
+def _is_copy(node: Any, dtype: torch.dtype | None = None) -> bool:
+    """Return whether `node` copies a tensor, also from `dtype`, or any, to float32."""
+    if not isinstance(node, fx.Node) or node.target not in _COPIES:
+        return False
+    source, copy = val_of(node.args[0]), val_of(node)
+    if not isinstance(source, Tensor):
+        return False
+    widens = copy.dtype is torch.float32 and source.dtype is (dtype or source.dtype)
+    return bool(source.device == copy.device) and (widens or source.dtype is copy.dtype)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operator by name."""
+    target: Any = node.target
+    names = (argument.name for argument in target._schema.arguments)
+    return dict(zip(names, node.args, strict=False))
+
+
+def node_at(place: Place) -> Any:
+    return place[0].args[place[1]]
+
+
+def _first(node: fx.Node) -> Any:
+    return node.args[0]

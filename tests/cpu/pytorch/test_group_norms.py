@@ -1,0 +1,448 @@
+"""Norms of groups of channels as one operator a direction: which are found, and that the graph
+computes what PyTorch does. The operators run by PyTorch's own here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from network_blocks import LAST, Around, ConvNeXtBlock
+from torch import Tensor, nn
+from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
+
+import confpred
+from confpred.launch.assignment import Assignment
+from confpred.problem.activation import activated
+from confpred.problem.norm import EPS
+from confpred.problem.norm_of_groups import AFFINE, NORM, Norm
+from confpred.pytorch.run import choosing, norms
+
+aten = torch.ops.aten
+WIDTH = 12
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def served(captured: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Captures as on a GPU, beside a model of norms that takes all of them."""
+    monkeypatch.setattr(choosing, "is_known", lambda operation: True)  # without a model
+    return captured
+
+
+@pytest.fixture
+def fused_rms_norm() -> Iterator[None]:
+    """The operator that only PyTorch's CUDA has a kernel for."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", _fused_rms_norm, "CPU")
+    library.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
+    yield
+    library._destroy()
+
+
+def images(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
+    torch.manual_seed(1)
+    x = torch.randn(batch, WIDTH, 6, 5) * 2 + 1
+    return x.to(dtype).contiguous(memory_format=LAST)
+
+
+def conv() -> nn.Conv2d:
+    """Return a convolution; before a norm, the gradient of a bias would be noise."""
+    return nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
+
+
+def network(function: Callable[..., Any], dtype: torch.dtype = torch.float32, **layers: Any) -> Any:
+    """Return a network between two convolutions; norms' weights are in float32, and not 1 and 0."""
+    torch.manual_seed(0)
+    given = {"first": conv().to(dtype), "last": conv().to(dtype), **layers}
+    for p in (p for layer in layers.values() for p in layer.parameters() if p.dim() == 1):
+        nn.init.uniform_(p, 0.5, 1.5)
+    model = Around(lambda m, x: m.last(function(m, m.first(x))), **given)
+    return model.to(memory_format=LAST)
+
+
+def compare(
+    model: nn.Module, x: Tensor, training: bool, tolerance: float = 1e-4, **options: Any
+) -> None:
+    """Compare a capture with eager mode: outputs, gradients and buffers, and how outputs lie."""
+    model, other = model.train(training), copy.deepcopy(model).train(training)
+    call = torch.compile(model, backend="confpred", options=options)
+    found: list[list[Tensor]] = []
+    for m, run in ((model, call), (other, other)):
+        y = x.detach().clone().requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            out = run(y)
+        if training:
+            out.float().square().mean().backward()
+            grads = (t.grad for t in (y, *m.parameters()) if t.grad is not None)
+        found.append([out.detach(), *(grads if training else ()), *m.buffers()])
+    for a, b in zip(*found, strict=True):
+        assert a.stride() == b.stride() or not a.dim()
+        scale = b.abs().max().float() or 1
+        torch.testing.assert_close(a.float() / scale, b.float() / scale, rtol=0, atol=tolerance)
+
+
+def asked(served: Any) -> list[Norm]:
+    return [p for problems in served.asked for p in problems if isinstance(p, Norm)]
+
+
+def left(served: Any) -> list[str]:
+    """Return the norms of PyTorch's that run."""
+    targets = [target for each in served.passes for target in each.targets()]
+    return [target for target in targets if target.startswith("aten.") and "_norm" in target]
+
+
+def facts(p: Norm) -> tuple[Any, ...]:
+    return p.kind.partition(" ")[2], p.activation, p.residual, p.affine
+
+
+def many(m: Any, x: Tensor) -> Tensor:
+    x = F.silu(m.a(x))
+    x = F.relu(m.b(m.c(x)) + x, inplace=True)
+    y = m.d(m.e(x))
+    x = F.gelu(y) + y.exp()  # read twice
+    x = F.hardswish(m.f(x))
+    x = F.relu6(x + m.g(m.h(x)))
+    x = m.i(x)
+    return x + m.j(m.k(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+MANY = [
+    ("group norm", "silu", False, "full"), ("group norm", "relu", True, "full"),
+    ("group norm", "none", False, "none"), ("instance norm", "hardswish", False, "none"),
+    ("instance norm", "relu6", True, "full"), ("layer norm", "none", False, "full"),
+    ("layer norm", "none", False, "weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_norms_of_all_kinds(served: Any, training: bool) -> None:
+    model = network(
+        many, a=nn.GroupNorm(4, WIDTH), b=nn.GroupNorm(1, WIDTH), c=conv(), e=conv(),
+        d=nn.GroupNorm(3, WIDTH, affine=False, eps=0.1), f=nn.InstanceNorm2d(WIDTH), h=conv(),
+        g=nn.InstanceNorm2d(WIDTH, affine=True), i=ConvNeXtBlock(WIDTH),
+        j=nn.LayerNorm(WIDTH, bias=False), k=conv(),
+    )  # fmt: skip
+    compare(model, images(), training)
+    problems = asked(served)
+    ahead = [p for p in problems if not p.is_backward]
+    assert sorted(map(facts, ahead)) == sorted(MANY)
+    assert len(problems) == len(ahead) * (1 + training)
+    assert {p.groups for p in ahead} == {1, 3, 4, WIDTH}
+    assert {(p.n, p.p) for p in ahead} == {(2, 30), (60, 1)}
+    assert left(served) == []
+
+
+def test_an_instance_norm_of_one_sample(served: Any) -> None:
+    """Its gradients are not summed up."""
+    norm = nn.InstanceNorm2d(WIDTH, affine=True)
+    compare(network(lambda m, x: F.relu(m.norm(x)), norm=norm), images(batch=1), True)
+    assert len(asked(served)) == 2
+    assert left(served) == []
+
+
+#: Norms in float32 between layers in half precision, as autocast has them; the activation and the
+#: dtype that they are served with.
+IN_FLOAT: dict[str, tuple[Callable[..., Any], str, torch.dtype]] = {
+    "silu": (lambda m, x: F.silu(m.norm(x.float())).to(HALF), "silu", HALF),
+    "none": (lambda m, x: m.norm(x.float()).to(HALF), "none", HALF),
+    "add": (lambda m, x: F.relu(m.norm(m.other(x).float()) + x).to(HALF), "relu", HALF),
+    "converted before": (lambda m, x: F.silu(m.norm(x.float()).to(HALF)), "silu", HALF),
+    "copied": (lambda m, x: F.silu(m.norm(x.float().contiguous())).to(HALF), "silu", HALF),
+    "read in float32": (
+        lambda m, x: F.silu(m.norm(y := x.float())).to(HALF) * y.to(HALF), "silu", torch.float32
+    ),
+    "returned in float32": (
+        lambda m, x: m.norm(x.float()).exp().to(HALF), "none", torch.float32
+    ),
+    "instance norm": (
+        lambda m, x: F.silu(
+            F.instance_norm(x.float(), weight=m.norm.weight, bias=m.norm.bias)
+        ).to(HALF), "silu", HALF,
+    ),
+    "layer norm": (
+        lambda m, x: F.gelu(
+            F.layer_norm(x.permute(0, 2, 3, 1).float(), (WIDTH,), m.norm.weight, m.norm.bias)
+        ).to(HALF).permute(0, 3, 1, 2), "gelu", HALF,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_FLOAT)
+def test_conversions_become_part_of_the_operator(served: Any, name: str) -> None:
+    function, activation, dtype = IN_FLOAT[name]
+    model = network(function, HALF, norm=nn.GroupNorm(4, WIDTH), other=conv().to(HALF))
+    compare(model, images(HALF), True, tolerance=2e-2)
+    for p in asked(served):
+        assert (p.activation, p.dtype) == (activation, str(dtype).removeprefix("torch."))
+        assert p.weights == "float32"
+    assert len(asked(served)) == 2
+    assert left(served) == []
+    conversions = [t for each in served.passes for t in each.targets() if "_to_copy" in t]
+    assert (conversions == []) is (dtype is HALF)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rms_norm(served: Any, fused_rms_norm: None, training: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.permute(0, 2, 3, 1)
+        y = F.silu(aten._fused_rms_norm(y, [WIDTH], m.a.weight, 0.1)[0])
+        y = aten._fused_rms_norm(y, [WIDTH], None, None)[0] + y
+        return y.permute(0, 3, 1, 2)
+
+    compare(network(forward, a=nn.GroupNorm(1, WIDTH)), images(), training)
+    found = {facts(p) for p in asked(served) if not p.is_backward}
+    assert found == {("RMS norm", "silu", False, "weight"), ("RMS norm", "none", True, "none")}
+    assert left(served) == []
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_scale_and_a_shift_of_each_sample(served: Any, affine: bool, training: bool) -> None:
+    """A time embedding's, in inference; training has them as operators of their own."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        scale, shift = m.embed(x.mean((2, 3)))[..., None, None].chunk(2, 1)
+        return F.silu(m.norm(x) * (1 + scale) + shift)
+
+    norm = nn.GroupNorm(4, WIDTH, affine=affine)
+    compare(network(forward, norm=norm, embed=nn.Linear(WIDTH, 2 * WIDTH)), images(), training)
+    ahead = asked(served)[0]
+    assert ahead.adaptive is not training
+    assert (ahead.activation == "silu") is not training
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_lines_and_volumes(served: Any, training: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        lines = x.permute(0, 2, 3, 1).flatten(1, 2).mT
+        volumes = x.permute(0, 2, 3, 1).unflatten(1, (3, 2)).permute(0, 4, 1, 2, 3)
+        return F.silu(m.norm(lines)).view(x.shape) + F.relu(m.norm(volumes)).reshape(x.shape)
+
+    compare(network(forward, norm=nn.GroupNorm(4, WIDTH)), images(), training)
+    assert {(p.n, p.p, p.c) for p in asked(served)} == {(2, 30, WIDTH)}
+    assert len(asked(served)) == 2 + 2 * training
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_copies_into_channels_first_go(served: Any, training: bool) -> None:
+    """PyTorch's group norm on CUDA wants them, and returns channels first; so a sum with a former
+    result is of that layout. Results of the graph lie as PyTorch's do."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for block in (m.a, m.b, m.c):
+            x = F.relu(block[1](block[0](x).contiguous()) + x)
+        return x
+
+    blocks = {name: nn.ModuleList([conv(), nn.GroupNorm(4, WIDTH)]) for name in "abc"}
+    model = Around(forward, **blocks).to(HALF).to(memory_format=LAST)
+    compare(model, images(HALF), training, tolerance=3e-2)
+    assert [p.residual for p in asked(served)] == [True] * 3 * (1 + training)
+    copies = [target for each in served.passes for target in each.targets() if "clone" in target]
+    assert copies == ["aten.clone.default"] * (1 + training)  # of the graphs' results
+
+
+LEFT: dict[str, Callable[..., Any]] = {
+    "statistics are read": lambda m, x: (
+        y := aten.native_group_norm(x, m.norm.weight, m.norm.bias, 2, WIDTH, 30, 4, 1e-5)
+    )[0] * y[1].mean(),
+    "several dimensions": lambda m, x: F.layer_norm(x, x.shape[1:]),
+    "running statistics": lambda m, x: m.tracked(x),
+    "float64": lambda m, x: m.norm.double()(x.double()).float(),
+    "channels first": lambda m, x: F.layer_norm(x, x.shape[3:]),
+    "one pixel": lambda m, x: x * m.norm(F.max_pool2d(x, (6, 5))),
+    "no norm of groups": lambda m, x: F.batch_norm(x, None, None, training=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_pytorch(served: Any, name: str) -> None:
+    tracked = nn.InstanceNorm2d(WIDTH, track_running_stats=True)
+    model = network(LEFT[name], norm=nn.GroupNorm(4, WIDTH), tracked=tracked)
+    if name == "float64":
+        model.norm.requires_grad_(False)
+    compare(model, images(), True)
+    assert asked(served) == []
+    assert left(served)
+
+
+def test_a_batch_norm_without_running_statistics_is_no_instance_norm(served: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        both = torch.cat([x, x + 1], 1)
+        return F.batch_norm(x, None, None, training=True) + F.batch_norm(
+            both, None, None, training=True
+        ).mean(1, keepdim=True)
+
+    compare(Around(forward), images(), True)
+    assert asked(served) == []
+    assert left(served)
+
+
+@pytest.mark.parametrize("slow", ["forward", "backward", ""])
+def test_both_directions_are_replaced_together(served: Any, slow: str) -> None:
+    served.wins = lambda problem: problem.direction != slow
+    model = network(lambda m, x: F.silu(m.norm(x)), norm=nn.GroupNorm(4, WIDTH))
+    compare(model, images(), True)
+    targets = [target for each in served.passes for target in each.targets()]
+    assert targets.count("confpred.norm.default") == (not slow)
+    assert targets.count("confpred.norm_backward.default") == (not slow)
+    assert bool(left(served)) is bool(slow)
+
+
+def test_without_a_model_nothing_is_asked(captured: Any) -> None:
+    model = network(lambda m, x: F.silu(m.norm(x)), norm=nn.GroupNorm(4, WIDTH))
+    for training in (False, True):
+        compare(model, images(), training)
+    assert asked(captured) == []
+    assert len(left(captured)) == 3
+
+
+def test_other_sizes_are_computed(served: Any) -> None:
+    model = network(lambda m, x: F.silu(m.norm(x)), norm=nn.GroupNorm(4, WIDTH))
+    call = torch.compile(model, backend="confpred", dynamic=True)
+    for batch in (2, 3, 5):
+        y = images(batch=batch).requires_grad_()
+        out = call(y)
+        torch.testing.assert_close(out, model(y))
+        torch.testing.assert_close(*(torch.autograd.grad(o.sum(), y)[0] for o in (out, model(y))))
+    assert len(asked(served)) == 2
+
+
+@pytest.mark.parametrize("kind", ["copied", "added", "returned", "a view"])
+def test_what_the_caller_may_write_to_is_not_kept(served: Any, kind: str) -> None:
+    """PyTorch keeps the copy, and no residual, for its backward pass."""
+    norm = nn.GroupNorm(4, WIDTH)
+
+    def forward(m: Any, x: Tensor, other: Tensor) -> Any:
+        if kind == "copied":
+            return F.silu(m.norm(x.contiguous())), x
+        y = other if kind == "added" else 2 * other
+        return F.silu(m.norm(x.sin()) + y), y.mT if kind == "a view" else y
+
+    model, found = Around(forward, norm=norm), []
+    for call in (torch.compile(model, backend="confpred"), model):
+        x, other = images().requires_grad_(), images().requires_grad_()
+        out, written = call(x, other)
+        with torch.no_grad():
+            written.mul_(2.0)
+        found.append(torch.autograd.grad(out.sum(), [x, other], allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert {(p.dtype, p.residual) for p in asked(served)} == {("float32", False)} - (
+        {("float32", False)} if kind == "copied" else set()
+    )
+
+
+FORWARD = (
+    Norm(2, 30, WIDTH, 4, "float32", "silu", residual=True),
+    Norm(2, 30, WIDTH, WIDTH, "bfloat16", "relu", affine="none"),
+    Norm(2, 30, WIDTH, 3, "float16", weights="float16"),
+    Norm(60, 1, WIDTH, 1, "bfloat16", "gelu", residual=True),
+    Norm(60, 1, WIDTH, 1, "float32", "hardswish", affine="weight", centred=False),
+)
+ADAPTIVE = Norm(2, 30, WIDTH, 2, "float32", adaptive=True)  # of inference alone
+PROBLEMS = (*FORWARD, ADAPTIVE, *(replace(p, direction="backward") for p in FORWARD))
+
+
+class Launched:
+    """A launch of the formula, in float32; operands lie as kernels read and write them."""
+
+    def __init__(self, problem: Norm) -> None:
+        self.problem = problem
+
+    def run(self, *inputs: Tensor | None) -> list[Tensor]:
+        p, given = self.problem, {}
+        operands = NORM.operands(p)
+        names = [operand for operand in operands if not operand.terms]
+        for operand, t in zip(names, [t for t in inputs if t is not None], strict=True):
+            assert (t.numel(), str(t.dtype)) == (prod(operand.shape), f"torch.{operand.dtype}")
+            memory = t.detach().as_strided((t.numel(),), (1,)).view(operand.shape)
+            given[operand.name] = memory.float().requires_grad_()
+        x = given["in"].view(p.n, p.p, p.groups, -1)
+        mean = x.mean((1, 3), keepdim=True) * p.centred
+        invstd = ((x - mean).square().mean((1, 3), keepdim=True) + EPS).rsqrt()
+        out = ((x - mean) * invstd).view(p.n, p.p, p.c)
+        if "weight" in given:
+            out = out * given["weight"].view(-1, 1, p.c)
+        if "bias" in given:
+            out = out + given["bias"].view(-1, 1, p.c)
+        out = activated(p.activation, out + given.get("residual", 0.0))
+        if p.is_backward:
+            leaves = [given[n] for n in ("in", "residual", "weight", "bias") if n in given]
+            found = torch.autograd.grad(out, leaves, given["out_grad"])
+        else:
+            found = (out, *[mean.view(p.n, -1)] * p.centred, invstd.view(p.n, -1))
+        results = [t.detach().mT if t.dim() == 3 else t.detach() for t in found]
+        kinds = [getattr(torch, operand.dtype) for operand in operands if operand.terms]
+        return [t.to(kind) for t, kind in zip(results, kinds, strict=True)]
+
+
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_a_launch_and_pytorchs_operators_agree(
+    p: Norm, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels get their operands in order, in the layout that they read."""
+    torch.manual_seed(0)
+    shape = (2, 6, 5, p.c) if p.p == 1 else (2, p.c, 6, 5)
+    kinds = [getattr(torch, kind) for kind in (p.dtype, p.weights)]
+    x, residual, grad = (torch.randn(shape).to(kinds[0]) for _ in range(3))
+    weight, bias = (torch.rand((p.n, p.c) if p.adaptive else p.c).to(kinds[1]) for _ in range(2))
+    vectors = [weight, bias][: AFFINE.index(p.affine)] + [None] * (2 - AFFINE.index(p.affine))
+    more = residual if p.residual else None
+    text, found = Assignment(p).text(), []
+    for ready in (Launched(p), None):
+        monkeypatch.setattr(Tensor, "is_cuda", True)  # as on a GPU
+        monkeypatch.setattr(norms, "kept", lambda *_, ready=ready: ready)  # kernels need one
+        if not p.is_backward:
+            found.append(norms.group_forward(x, *vectors, more, [torch.tensor([EPS])], EPS, text))
+            continue
+        rows = x.float().movedim(-1 if p.p == 1 else 1, -1).reshape(p.n, p.p, p.groups, -1)
+        mean = rows.mean((1, 3)) * p.centred
+        invstd = ((rows - mean[:, None, :, None]).square().mean((1, 3)) + EPS).rsqrt()
+        found.append(norms.group_backward(grad, x, *vectors, more, mean, invstd, text))
+    tolerance = 1e-5 if kinds[0] is torch.float32 else 3e-2
+    for a, b in zip(*found, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_tensors_of_other_kinds_are_not_launched() -> None:
+    p, fits = PROBLEMS[0], norms._fits
+    rows = PROBLEMS[3]
+    assert fits(p, torch.Size((2, WIDTH, 6, 5)))
+    assert fits(p, torch.Size((2, WIDTH, 2, 3, 5)))
+    assert not fits(p, torch.Size((2, WIDTH, 6, 6)))
+    assert not fits(p, torch.Size((2, 6, 5, WIDTH)))
+    assert fits(rows, torch.Size((2, 6, 5, WIDTH)))
+    assert not fits(rows, torch.Size((2, WIDTH, 6, 5)))
+    assert not fits(rows, torch.Size((3, 6, 5, WIDTH)))
+
+
+def test_explain_has_norms_as_rows(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No model has these layers.
+    monkeypatch.setattr(choosing, "choose_many", lambda problems, _: served.choose(problems))
+    model = network(lambda m, x: F.silu(m.norm(x)), norm=nn.GroupNorm(4, WIDTH))
+    found = confpred.explain(model, images(), "h100", training=True, dtype=HALF)
+    rows = [row for row in found.rows if row.direction in ("forward", "backward")]
+    assert [row.cells()[3] for row in rows] == [
+        "forward group norm + silu", "backward group norm + silu",
+    ]  # fmt: skip
+    assert {(row.layers, row.sizes, row.expected_ms) for row in rows} == {
+        (("norm",), (2, WIDTH, 6, 5), 1.0)
+    }
+
+
+@pytest.mark.slow(reason="Inductor compiles programs in C++")
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor_computes_the_rest(served: Any, training: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return F.silu(m.norm(torch.tanh(x).contiguous())).exp() + F.relu(m.other(x) + x)
+
+    layers = {"norm": nn.GroupNorm(4, WIDTH), "other": nn.InstanceNorm2d(WIDTH)}
+    compare(network(forward, **layers), images(), training, inductor=True)
+    assert len(asked(served)) == 2 + 2 * training
