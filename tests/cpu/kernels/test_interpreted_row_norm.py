@@ -49,14 +49,14 @@ def some(family: Family, problem: Norm, count: int = CONFIGS) -> list[int]:
     return random.Random(str(problem)).sample(rows, min(count, len(rows)))
 
 
-@pytest.mark.parametrize("seed", slow_but((1, 2, 3), range(24), "seconds each"))
+@pytest.mark.parametrize("seed", slow_but((1,), range(24), "seconds each"))
 @every_grid
 def test_random_configs_of_a_random_layer_are_right(family: Family, seed: int) -> None:
     problem = random_problem(random.Random(f"{family.name} {seed}"), family)
     check(family, problem, some(family, problem))
 
 
-@pytest.mark.parametrize("c", slow_but((10, 96), (3, 7, 10, 96, 100), "seconds each"))
+@pytest.mark.parametrize("c", slow_but((96,), (3, 7, 10, 96, 100), "seconds each"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_grid
 def test_every_dtype_and_odd_channels_are_right(family: Family, dtype: str, c: int) -> None:
