@@ -29,10 +29,8 @@ log = logging.getLogger("confpred")
 aten, ours = torch.ops.aten, torch.ops.confpred
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _OURS = (ours.conv2d.default, ours.conv2d_backward.default)
-_NORMS = (
-    ours.batch_norm.default, ours.batch_norm_backward.default, ours.norm.default,
-    ours.norm_backward.default,
-)  # fmt: skip
+#: Batch norms lie as they did: only those of channels-last images are replaced.
+_NORMS = (ours.norm.default, ours.norm_backward.default)
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
