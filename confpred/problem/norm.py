@@ -34,7 +34,70 @@ EPS, MOMENTUM = 1e-5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class BatchNorm(Record):
+class OfActivations(Record):
+    """Base of the problems of norms: what is the same whatever their statistics are of."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def c(self) -> int: ...
+        @property
+        def activation(self) -> str: ...
+        @property
+        def residual(self) -> bool: ...
+        @property
+        def direction(self) -> str: ...
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        if self.residual and self.is_backward and self.activation == "none":
+            raise InvalidProblem("residual", True, "false in direction backward and no activation")
+
+    @property
+    def rows(self) -> int:
+        """Pixels of all samples."""
+        raise NotImplementedError
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether the input is written from as soon as it is read."""
+        raise NotImplementedError
+
+    @property
+    def is_backward(self) -> bool:
+        return self.direction == "backward"
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the activations."""
+        return self.itemsize * self.rows * self.c
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors of the activations' shape are read or written."""
+        if self.is_backward:
+            return 5 if self.residual else 3
+        return 3 if self.residual else 2
+
+    @property
+    def passes(self) -> int:
+        """How often such a tensor crosses device memory where none fits into a cache: statistics
+        are known only when all was read, and are needed to write anything. Backward reads two
+        tensors again; with a residual, the gradient of the first pass is one of them."""
+        return self.tensors + (0 if self.is_read_once else 1 + self.is_backward)
+
+    @property
+    def flops(self) -> int:
+        """Additions and multiplications, those of the activation left out."""
+        return self.rows * self.c * (12 if self.is_backward else 6)
+
+    @property
+    def kind(self) -> str:
+        return f"{self.direction} {self.grouping}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm(OfActivations):
     """``out = activation((in - mean) / sqrt(variance + eps) * weight + bias + residual)``, with the
     mean and variance of each channel; or the gradients of that.
 
@@ -73,13 +136,11 @@ class BatchNorm(Record):
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        OfActivations.__post_init__(self)  # a slotted dataclass has no zero-argument super()
         if self.rows > MOST_ROWS:
             raise InvalidProblem("n", self.n, f"n * h * w of at most {MOST_ROWS}")
         if self.rows == 1 and not self.frozen:
             raise InvalidProblem("n", self.n, "more than one value a channel, unless frozen")
-        if self.residual and self.is_backward and self.activation == "none":
-            raise InvalidProblem("residual", True, "false in direction backward and no activation")
 
     def layer(self) -> BatchNorm:
         """`self` with all that a user chooses made the same: batch, dtype, direction."""
@@ -91,8 +152,8 @@ class BatchNorm(Record):
         return self.n * self.h * self.w
 
     @property
-    def is_backward(self) -> bool:
-        return self.direction == "backward"
+    def is_read_once(self) -> bool:
+        return self.frozen
 
     @property
     def statistics(self) -> tuple[str, str]:
@@ -100,44 +161,13 @@ class BatchNorm(Record):
         return ("running_mean", "running_var") if self.frozen else ("mean", "invstd")
 
     @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the activations."""
-        return self.itemsize * self.rows * self.c
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors of the activations' shape are read or written."""
-        if self.is_backward:
-            return 5 if self.residual else 3
-        return 3 if self.residual else 2
-
-    @property
-    def passes(self) -> int:
-        """How often such a tensor crosses device memory where none fits into a cache: statistics
-        are known only when all of `in` was read, and are needed to write anything."""
-        if self.frozen:
-            return self.tensors
-        if self.is_backward:  # with a residual, the second pass reads the gradient of the first
-            return 7 if self.residual else 5
-        return self.tensors + 1
-
-    @property
     def minimum_bytes(self) -> int:
         """Bytes that must cross device memory: every operand read or written once."""
         return self.tensors * self.tensor_bytes + 4 * self.c * 4
 
     @property
-    def flops(self) -> int:
-        """Additions and multiplications, those of the activation left out."""
-        return self.rows * self.c * (12 if self.is_backward else 6)
-
-    @property
     def grouping(self) -> str:
         return "norm"
-
-    @property
-    def kind(self) -> str:
-        return f"{self.direction} {self.grouping}"
 
 
 _ROW_THREADS, _COLUMN_THREADS = 32, 32  # of the reference's blocks

@@ -27,7 +27,7 @@ from confpred.problem.activation import (
 )
 from confpred.problem.conv2d import DTYPES, dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.norm import DIRECTIONS, EPS, MOST_ROWS
+from confpred.problem.norm import DIRECTIONS, EPS, MOST_ROWS, OfActivations
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import ITEMSIZES, Record
 
@@ -39,7 +39,7 @@ AFFINE = ("none", "weight", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Norm(Record):
+class Norm(OfActivations):
     """``out = activation((in - mean) / sqrt(variance + eps) * weight + bias + residual)``, with the
     mean and variance of each sample and group of channels; or the gradients of that.
 
@@ -85,13 +85,11 @@ class Norm(Record):
     centred: bool = True
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        OfActivations.__post_init__(self)  # a slotted dataclass has no zero-argument super()
         if self.n * self.p > MOST_ROWS:
             raise InvalidProblem("n", self.n, f"n * p of at most {MOST_ROWS}")
         if self.c % self.groups:
             raise InvalidProblem("groups", self.groups, f"a divisor of {self.c} channels")
-        if self.residual and self.is_backward and self.activation == "none":
-            raise InvalidProblem("residual", True, "false in direction backward and no activation")
         if self.weights not in ("float32", self.dtype):
             raise InvalidProblem("weights", self.weights, f"float32 or {self.dtype}")
         if self.affine == "none" and (self.adaptive or self.weights != "float32"):
@@ -105,17 +103,16 @@ class Norm(Record):
 
     @property
     def rows(self) -> int:
-        """Pixels of all samples."""
         return self.n * self.p
+
+    @property
+    def is_read_once(self) -> bool:
+        return self.p == 1  # the channels of a pixel are held in registers
 
     @property
     def width(self) -> int:
         """Channels of a group."""
         return self.c // self.groups
-
-    @property
-    def is_backward(self) -> bool:
-        return self.direction == "backward"
 
     @property
     def is_of_rows(self) -> bool:
@@ -138,27 +135,6 @@ class Norm(Record):
         return self.affine != "none" and self.weights != self.dtype
 
     @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the activations."""
-        return self.itemsize * self.rows * self.c
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors of the activations' shape are read or written."""
-        if self.is_backward:
-            return 5 if self.residual else 3
-        return 3 if self.residual else 2
-
-    @property
-    def passes(self) -> int:
-        """How often such a tensor crosses device memory where none fits into a cache: statistics
-        are known only when all of a group was read, and are needed to write anything. The channels
-        of a pixel are held in registers."""
-        if self.p == 1:
-            return self.tensors
-        return self.tensors + (2 if self.is_backward else 1)
-
-    @property
     def parameters(self) -> int:
         """Elements of the weight, as many as of the bias."""
         return self.c * (self.n if self.adaptive else 1)
@@ -172,19 +148,10 @@ class Norm(Record):
         return self.tensors * self.tensor_bytes + statistics + weights
 
     @property
-    def flops(self) -> int:
-        """Additions and multiplications, those of the activation left out."""
-        return self.rows * self.c * (12 if self.is_backward else 6)
-
-    @property
     def grouping(self) -> str:
         if self.is_of_rows:
             return "layer norm" if self.centred else "RMS norm"
         return "instance norm" if self.is_instance_norm else "group norm"
-
-    @property
-    def kind(self) -> str:
-        return f"{self.direction} {self.grouping}"
 
 
 _THREADS, _SIDE = 256, 32  # of the reference's blocks
