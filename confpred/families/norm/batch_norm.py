@@ -23,13 +23,13 @@ from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm import BATCH_NORM, BatchNorm
 from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Operation, Step
 
-_ACCESS_BYTES = 16  # most that a thread can access at once
+ACCESS_BYTES = 16  # most that a thread can access at once
 LEAST_LANES = 8  # the smallest limit of lanes in the config tables
 LEAST_BLOCKS = 66
 #: Accesses of a thread under way together, by their bytes: fewer would not hide the latency of
 #: device memory, more do not fit into registers.
 _UNROLLS = {16: (2, 4), 8: (4, 8), 4: (8,), 2: (8,)}
-_REGISTERS = 65_536  # of a multiprocessor, for kernels that are compiled to fit
+REGISTERS = 65_536  # of a multiprocessor, for kernels that are compiled to fit
 #: A tensor beyond this many bytes leaves the L2 cache before something else reads it, so its last
 #: accesses are marked as such.
 STREAM_BYTES = 2**25
@@ -103,8 +103,8 @@ class Passes(Described):
     def _shared(self, problem: Any, t: dict[str, Array]) -> Mask:
         """Return the rule that both families have."""
         size, c = problem.itemsize, problem.c
-        widest = min(_ACCESS_BYTES // size, c & -c)  # that divides the channels
-        halved = widest // 2 if widest * size == _ACCESS_BYTES else widest
+        widest = min(ACCESS_BYTES // size, c & -c)  # that divides the channels
+        halved = widest // 2 if widest * size == ACCESS_BYTES else widest
         unrolls = np.zeros(len(t["vector"]), np.bool_)
         for width, counts in _UNROLLS.items():
             unrolls |= (t["vector_bytes"] == width) & np.isin(t["unroll"], counts)
@@ -141,7 +141,7 @@ class Passes(Described):
         what the second pass finds in the L2 cache or in shared memory, and the times of launches
         and of the sums' additions."""
         p, t = problem, self._layout(problem, rows)
-        registers = np.minimum(self._registers(p, t), _REGISTERS // t["threads"])
+        registers = np.minimum(self._registers(p, t), REGISTERS // t["threads"])
         smem_bytes = self._smem_bytes(p, t)
         blocks, share = t["grid"], t["samples"] / self._samples(p)
         filled = Occupancy.of(device, blocks, t["block_threads"], registers, smem_bytes)
@@ -337,7 +337,7 @@ class OnePass(Passes):
             & (self._waiting(t) <= t["per_sm"] * device.sm_count)
             & (t["per_sm"] * t["threads"] <= 32 * device.warps_per_sm)
             # The kernel is compiled to fit so often, and would spill.
-            & (self._registers(problem, t) <= _REGISTERS // (t["per_sm"] * t["threads"]) + 16)
+            & (self._registers(problem, t) <= REGISTERS // (t["per_sm"] * t["threads"]) + 16)
             & (smem_bytes <= device.smem_per_block)
             & (needed <= device.smem_per_sm)
             & ((t["kept_kb"] == 0) | (self._kept(problem, t) > 0))

@@ -109,10 +109,10 @@ class TwoPass(_Groups):
         p, t = problem, self._one(problem, row)
         plain = replace(p, activation="none", residual=False)
         if not p.is_backward:
-            known = ("in", "mean", "invstd", "eps", ZEROED, SCRATCH)
-            inputs = ("out", "in", "weight", "bias", "residual", "mean", "invstd")
-            statistics = self._step(plain, t, "statistics", known)
-            return self._launch(p, (statistics, self._step(p, t, "apply", inputs)), t)
+            operands: tuple[str, ...] = ("in", "mean", "invstd", "eps", ZEROED, SCRATCH)
+            statistics = self._step(plain, t, "statistics", operands)
+            operands = ("out", "in", "weight", "bias", "residual", "mean", "invstd")
+            return self._launch(p, (statistics, self._step(p, t, "apply", operands)), t)
         sums = self._step(p, t, "sums", ("residual_grad", "weight_grad", "bias_grad", *_BACKWARD))
         gradient = self._step(
             plain if p.residual else p, t, "gradient",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
+from confpred.families.norm.batch_norm import ACCESS_BYTES, REGISTERS, STREAM_BYTES
 from confpred.families.norm.group_norm import error_of
 from confpred.families.protocol import Array, Floats, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table
@@ -26,10 +27,6 @@ from confpred.problem.record import ITEMSIZES
 _FIELDS = ("lanes", "vector", "threads", "blocks", "ahead")
 _LANES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _MOST_CHANNELS, _MOST_ACCESSES = 8192, 8  # of a row, and of a thread to it
-_ACCESS_BYTES = 16  # most that a thread can access at once
-_REGISTERS = 65_536  # of a multiprocessor, for kernels that are compiled to fit
-#: A tensor beyond this many bytes leaves the L2 cache before something else reads it.
-_STREAM_BYTES = 2**25
 #: Time in which a thread that does not read ahead has no load under way, between the last load of a
 #: row and the first one of the next: of rows of one warp, and of several, which meet at barriers.
 _WARP_IDLE_S, _BLOCK_IDLE_S = 4e-7, 8e-7
@@ -89,7 +86,7 @@ class RowNorm(Described):
 
     def legal(self, problem: Norm, device: Device) -> Mask:
         p, t = problem, self._layout(problem)
-        widest = min(_ACCESS_BYTES // p.itemsize, p.c & -p.c)  # that divides the channels
+        widest = min(ACCESS_BYTES // p.itemsize, p.c & -p.c)  # that divides the channels
         covered_by_wide = t["lanes"] * 2 * t["vector"] * ((t["accesses"] + 1) // 2)
         is_half = (2 * t["vector"] == widest) & (t["accesses"] > 1)
         registers = self._registers(p, t)
@@ -101,7 +98,7 @@ class RowNorm(Described):
             & ((3 * t["covered"] <= 4 * p.c) | (t["lanes"] == _LANES[0]))
             & (registers <= common.MOST_ESTIMATED_REGISTERS)
             # The kernel is compiled to fit a block, and would spill.
-            & (registers <= _REGISTERS // t["threads"] + 12)
+            & (registers <= REGISTERS // t["threads"] + 12)
             # Twice as many threads as all rows need are those of half as many, and so are blocks.
             & (
                 (t["at_once"] < 2 * p.rows)
@@ -118,19 +115,19 @@ class RowNorm(Described):
         """Estimate the registers of a thread, by what the compiler made of some layers' kernels."""
         p, vectors = problem, AFFINE.index(problem.affine)
         weight = ITEMSIZES[p.weights] / 4
-        each = np.where(t["blocks"] > 0, vectors, vectors / 2) * weight + 1
+        an_element = np.where(t["blocks"] > 0, vectors, vectors / 2) * weight + 1
         if p.is_backward:
-            each = np.full(len(each), 2 + _sums(p) + weight * (vectors > 0))
-        each += ((p.activation != "none") + p.residual) / 2
+            an_element = np.full(len(an_element), 2 + _sums(p) + weight * (vectors > 0))
+        an_element += ((p.activation != "none") + p.residual) / 2
         loads = t["ahead"] * _reads(p) * p.itemsize / 4
-        found: Array = ((each + loads) * t["elements"] + 18).astype(np.int64)
-        return found
+        registers: Array = ((an_element + loads) * t["elements"] + 18).astype(np.int64)
+        return registers
 
     def _derived(self, problem: Norm, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
         """Return features by name, and ``estimate`` in seconds: what crosses device memory, as fast
         as the bytes under way let it, or the instructions, and the time of what comes after."""
         p, t = problem, self._layout(problem, rows)
-        registers = np.minimum(self._registers(p, t), _REGISTERS // t["threads"])
+        registers = np.minimum(self._registers(p, t), REGISTERS // t["threads"])
         filled = Occupancy.of(device, t["grid"], t["threads"], registers, t["smem_bytes"])
         in_flight = filled.resident * t["at_once"] * p.c * p.itemsize * _reads(p)
         idle_s = np.where(t["lanes"] <= 32, _WARP_IDLE_S, _BLOCK_IDLE_S) * (t["ahead"] == 0)
@@ -167,7 +164,7 @@ class RowNorm(Described):
             *common.macros(
                 AFFINE=AFFINE.index(p.affine),
                 HAS_RESIDUAL=int(p.residual),
-                STREAM=int(p.tensor_bytes > _STREAM_BYTES),
+                STREAM=int(p.tensor_bytes > STREAM_BYTES),
             ),
             *((name.upper(), t[name]) for name in ("lanes", "vector", "accesses", "threads")),
             *common.macros(

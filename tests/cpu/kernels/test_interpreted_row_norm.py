@@ -133,7 +133,7 @@ def test_accesses_of_large_tensors_are_right(
     family: Family, c: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are marked as the last ones."""
-    monkeypatch.setattr("confpred.families.norm.row_norm._STREAM_BYTES", 0)
+    monkeypatch.setattr("confpred.families.norm.row_norm.STREAM_BYTES", 0)
     problem = Norm(300, 1, c, direction=family.direction)
     check(family, problem, some(family, problem, 1))
 
