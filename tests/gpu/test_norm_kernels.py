@@ -103,7 +103,7 @@ def test_what_is_not_written_is_seen(family: Family, device: Device) -> None:
     inputs = inputs_of(problem, 0)
     config = Config(family, problem, legal_rows(family, problem, device)[0], inputs)
     found = wrong(problem, config.launch, config.results(), expected(problem, inputs))
-    assert found == {o.name: o.elements for o in config.outputs}
+    assert set(found) == {output.name for output in config.outputs}
 
 
 @pytest.mark.parametrize("stream_count", [4])
