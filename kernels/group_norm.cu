@@ -1,102 +1,194 @@
-// Group norm with its activation in two launches a direction (group_norm.cuh has the layout):
+// Group norm with its activation in one launch a direction (group_norm.cuh has the layout): the blocks of a sample's tile
+// wait for one another between the statistics and the second pass over their rows, and keep the elements of their first
+// `kept` steps in shared memory, as batch_norm_one_pass.cu draws it. A tile of one block waits for none. Others meet
 //
-//   forward    group_norm_statistics    reads `in`; the last block of a sample's tile adds up the splits, joins groups
-//              group_norm_apply         out = activation((in - mean) * invstd * weight + bias + residual)
-//   backward   group_norm_sums          d = out_grad * slope of the activation; adds up d, and d * (in - mean)
-//              group_norm_gradient      in_grad, of `in` and d
-//
-// As in batch_norm.cu, the second launch of a direction goes through the rows in reverse, and with a residual d is its
-// gradient, stored by the first launch and read by the second.
+//   CLUSTER 0   in device memory, so that all blocks of the launch must be running;
+//   CLUSTER n   in each other's shared memory: the n blocks of a tile are a cluster, which the hardware starts together
+//               on neighbouring multiprocessors. A launch may have any number of clusters, one after the other.
 #include "group_norm.cuh"
-
-#define KERNEL_STATISTICS 0
-#define KERNEL_APPLY 1
-#define KERNEL_SUMS 2
-#define KERNEL_GRADIENT 3
 
 extern __shared__ __align__(16) float shared[];
 
-#if KERNEL == KERNEL_STATISTICS
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm_statistics(
-    const Element* __restrict__ in, float* mean, float* invstd, const float* eps, u32* zeroed, float* scratch, GROUPS) {
-    const Place place(LAYOUT_ARGUMENTS);
-    const int sample = SAMPLE;
+#if CLUSTER
+#define TOGETHER __cluster_dims__(1, 1, CLUSTER)
+#else
+#define TOGETHER
+#endif
+
+__device__ __forceinline__ Place place_of_block(LAYOUT) {
+    Place place(LAYOUT_ARGUMENTS);
+    if (CLUSTER) place.split = blockIdx.z;
+    return place;
+}
+
+// How the blocks of a sample's tile show one another their sums: each calls `give`, `take` and `leave`, once.
+struct Meeting {
+    const Place& place;
+    float* sums;  // of this block, in its shared memory, or of all blocks, in device memory
+    u32* counts;  // of the blocks that have given, and of those that have left; zero before and afterwards
+
+    __device__ __forceinline__ Meeting(const Place& place, int sample, float* scratch, u32* zeroed)
+        : place(place),
+          sums(CLUSTER ? shared + SUM_FLOATS : scratch + sample * sample_floats(place)),
+          counts(zeroed + 2 * (sample * place.tiles + place.tile)) {}
+
+    // Floats of shared memory that it takes, in whole accesses.
+    __device__ __forceinline__ static int floats(const Place& place) { return CLUSTER ? (2 * VECTOR * place.lanes + 3) / 4 * 4 : 0; }
+
+    // Shows the sums that row 0 has.
+    __device__ __forceinline__ void give(const Pair& pair) const {
+#if CLUSTER
+        if (place.row == 0) {
+            put(sums + VECTOR * place.lane, pair.a);
+            put(sums + VECTOR * (place.lanes + place.lane), pair.b);
+        }
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#else
+        put_partial(pair, place, sums);
+        if (threadIdx.x == 0) atomicAdd(counts, 1u);
+#endif
+    }
+
+    // Waits for all, and leaves the sums of all with row 0.
+    template <bool MOMENTS>
+    __device__ __forceinline__ void take(Pair& pair) const {
+#if CLUSTER
+        asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+        pair.clear();
+        for (int split = place.active ? place.row : CLUSTER; split < CLUSTER; split += place.at_once) {
+            Pair other;
+            other.count = static_cast<float>(place.rows_of(split));
+            look(other.a, VECTOR * place.lane, split);
+            look(other.b, VECTOR * (place.lanes + place.lane), split);
+            add<MOMENTS>(pair, other);
+        }
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+        add_rows<MOMENTS>(pair, place, shared);
+#else
+        if (threadIdx.x == 0) {
+            while (*static_cast<volatile u32*>(counts) < static_cast<u32>(place.splits)) {}
+            __threadfence();
+        }
+        __syncthreads();
+        add_splits<MOMENTS>(pair, place, sums, shared);
+#endif
+    }
+
+    // Lets the others go: a block must not end before all have read its shared memory.
+    __device__ __forceinline__ void leave() const {
+#if CLUSTER
+        asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+        if (threadIdx.x == 0 && atomicInc(counts + 1, place.splits - 1) == place.splits - 1) *static_cast<volatile u32*>(counts) = 0u;
+#endif
+    }
+
+#if CLUSTER
+    // Reads VECTOR of the sums that the block of a split shows.
+    __device__ __forceinline__ void look(float (&to)[VECTOR], int at, int split) const {
+        u32 from;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(static_cast<u32>(__cvta_generic_to_shared(sums + at))), "r"(split));
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(to[v]) : "r"(from + 4 * v) : "memory");
+    }
+#endif
+};
+
+// A thread's accesses of kept steps: TENSORS of them for each row of a step.
+template <int TENSORS>
+struct Kept {
+    int steps;
+    float* memory;
+
+    __device__ __forceinline__ Kept(int steps, const Place& place) : steps(steps), memory(shared + SUM_FLOATS + Meeting::floats(place)) {}
+
+    __device__ __forceinline__ Access& at(int step, int u, int tensor) const {
+        return reinterpret_cast<Access*>(memory)[((step * UNROLL + u) * TENSORS + tensor) * THREADS + threadIdx.x];
+    }
+};
+
+#if !BACKWARD
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group_norm(
+    Element* __restrict__ out, const Element* __restrict__ in, const Weight* weight, const Weight* bias,
+    const Element* __restrict__ residual, float* mean, float* invstd, const float* eps, u32* zeroed, float* scratch,
+    GROUPS, int kept) {
+    const Place place = place_of_block(LAYOUT_ARGUMENTS);
+    const Kept<1> keep(kept, place);
+    const int sample = blockIdx.y;
+    out = of_sample(out, sample, place);
     in = of_sample(in, sample, place);
-    Distances distances;
-    distances.begin(in, place);
-    for (int step = place.first_step(); step < steps; step += splits) {
+    residual = of_sample(residual, sample, place);
+    Distances distances = {};
+    int own = 0;
+    for (int step = place.first_step(); step < steps; step += splits, ++own) {
         const int row = place.row_of(step);
         Access x[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
             if (row + u * at_once < rows) x[u].load(in + place.offset_of(row + u * at_once));
+        if (own == 0 && row < rows) x[0].to_floats(distances.first);
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u)
-            if (row + u * at_once < rows) distances.add(x[u]);
+        for (int u = 0; u < UNROLL; ++u) {
+            if (row + u * at_once >= rows) continue;
+            if (own < keep.steps) keep.at(own, u, 0) = x[u];
+            distances.add(x[u]);
+        }
     }
     Pair pair;
     distances.end(pair);
     add_rows<true>(pair, place, shared);
-    if (splits > 1) {
-        scratch += sample * sample_floats(place);
-        put_partial(pair, place, scratch);
-        if (!is_last(place, zeroed + sample * tiles, shared)) return;
-        add_splits<true>(pair, place, scratch, shared);
-    }
+    const Meeting meeting(place, sample, scratch, zeroed);
+    if (splits > 1) meeting.give(pair);
+    Normalise normalise;  // its weights come while the others are waited for
+    begin_column(normalise, weight, bias, sample, place);
+    const float epsilon = *eps;
+    if (splits > 1) meeting.take<true>(pair);
     join_groups<true>(pair, width, place, shared);
-    end_moments(pair, width, eps, place);
-    store_groups(pair, mean, invstd, sample, width, place);
-}
-#endif
-
-#if KERNEL == KERNEL_APPLY
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm_apply(
-    Element* __restrict__ out, const Element* __restrict__ in, const Weight* weight, const Weight* bias,
-    const Element* __restrict__ residual, const float* mean, const float* invstd, GROUPS) {
-    const Place place(LAYOUT_ARGUMENTS);
-    const int sample = SAMPLE;
-    out = of_sample(out, sample, place);
-    in = of_sample(in, sample, place);
-    residual = of_sample(residual, sample, place);
-    Pair known;
-    load_statistics(known, mean, invstd, sample, width, place);
-    Normalise normalise;
-    begin_column(normalise, known, weight, bias, sample, place);
+    end_moments(pair, width, epsilon, place);
+    if (place.split == 0) store_groups(pair, mean, invstd, sample, width, place);
+    end_column(normalise, pair);
     for (int step = place.last_step(); step >= 0; step -= splits) {
         const int row = place.row_of(step);
+        const bool is_kept = --own < keep.steps;
         Access x[UNROLL], more[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             if (row + u * at_once >= rows) continue;
             const i64 at = place.offset_of(row + u * at_once);
-            x[u] = load_last(in + at);
+            x[u] = is_kept ? keep.at(own, u, 0) : load_last(in + at);
             if (HAS_RESIDUAL) more[u] = load_last(residual + at);
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
             if (row + u * at_once < rows) store_last(out + place.offset_of(row + u * at_once), normalise.of(x[u], more[u]));
     }
+    if (splits > 1) meeting.leave();
 }
-#endif
+#else
 
-#if KERNEL == KERNEL_SUMS
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm_sums(
-    Element* __restrict__ residual_grad, Weight* weight_grad, Weight* bias_grad, const Element* __restrict__ out_grad,
-    const Element* __restrict__ in, const Weight* weight, const Weight* bias, const Element* __restrict__ residual,
-    const float* mean, const float* invstd, u32* zeroed, float* scratch, GROUPS) {
-    const Place place(LAYOUT_ARGUMENTS);
-    const int sample = SAMPLE;
+// With a residual, the gradient before the activation is the residual's gradient: the first pass stores it, and the
+// second one reads it. Otherwise that of the output is kept or read again.
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group_norm_backward(
+    Element* __restrict__ in_grad, Element* residual_grad, Weight* weight_grad, Weight* bias_grad,
+    const Element* __restrict__ out_grad, const Element* __restrict__ in, const Weight* weight, const Weight* bias,
+    const Element* __restrict__ residual, const float* mean, const float* invstd, u32* zeroed, float* scratch,
+    GROUPS, int kept) {
+    const Place place = place_of_block(LAYOUT_ARGUMENTS);
+    const Kept<2> keep(kept, place);
+    const int sample = blockIdx.y;
+    in_grad = of_sample(in_grad, sample, place);
     residual_grad = of_sample(residual_grad, sample, place);
     out_grad = of_sample(out_grad, sample, place);
     in = of_sample(in, sample, place);
     residual = of_sample(residual, sample, place);
-    Pair known;
+    Pair known, pair;
     load_statistics(known, mean, invstd, sample, width, place);
     Gradient gradient;
-    begin_column(gradient, known, weight, bias, sample, place);
-    Pair pair;
+    begin_column(gradient, weight, bias, sample, place);
+    end_column(gradient, known);
     pair.clear();
-    for (int step = place.first_step(); step < steps; step += splits) {
+    int own = 0;
+    for (int step = place.first_step(); step < steps; step += splits, ++own) {
         const int row = place.row_of(step);
         Access x[UNROLL], grads[UNROLL], more[UNROLL];
 #pragma unroll
@@ -121,61 +213,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_sums(
                 pair.b[v] += d[v] * distance[v];
             }
             if (HAS_RESIDUAL) {
-                more[u].from_floats(d);
-                more[u].store(residual_grad + place.offset_of(row + u * at_once));
+                grads[u].from_floats(d);
+                grads[u].store(residual_grad + place.offset_of(row + u * at_once));
+            }
+            if (own < keep.steps) {
+                keep.at(own, u, 0) = x[u];
+                keep.at(own, u, 1) = grads[u];
             }
         }
     }
     add_rows<false>(pair, place, shared);
-    float* const own = scratch + sample * sample_floats(place);
+    const Meeting meeting(place, sample, scratch, zeroed);
     if (splits > 1) {
-        put_partial(pair, place, own);
-        if (!is_last(place, zeroed + sample * tiles, shared)) return;
-        add_splits<false>(pair, place, own, shared);
+        meeting.give(pair);
+        meeting.take<false>(pair);
     }
-    const Samples all = {weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + samples * tiles};
-    all.give(pair, known, place);
+    const Samples all = {weight_grad, bias_grad, sample, samples, scratch + samples * sample_floats(place), zeroed + 2 * samples * tiles};
+    if (place.split == 0) all.give(pair, known, place);
     join_weighted(pair, weight, sample, width, place, shared);
-    if (place.row == 0 && place.active) {
-        put(total(own, place, 0), pair.a);
-        put(total(own, place, 1), pair.b);
-    }
-    __syncthreads();
-    all.end(place, shared);
-}
-#endif
-
-// With a residual, `out_grad` is the residual's gradient, and nothing is left to do about the activation.
-#if KERNEL == KERNEL_GRADIENT
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm_gradient(
-    Element* __restrict__ in_grad, const Element* __restrict__ out_grad, const Element* __restrict__ in,
-    const Weight* weight, const Weight* bias, const float* mean, const float* invstd, float* scratch, GROUPS) {
-    const Place place(LAYOUT_ARGUMENTS);
-    const int sample = SAMPLE;
-    in_grad = of_sample(in_grad, sample, place);
-    out_grad = of_sample(out_grad, sample, place);
-    in = of_sample(in, sample, place);
-    scratch += sample * sample_floats(place);
-    Pair known, sums;
-    load_statistics(known, mean, invstd, sample, width, place);
-    Gradient gradient;
-    begin_column(gradient, known, weight, bias, sample, place);
-    sums.clear();
-    if (place.active) {
-        get(sums.a, total(scratch, place, 0));
-        get(sums.b, total(scratch, place, 1));
-    }
     InputGradient input;
-    begin_gradient(input, sums, known, gradient, width, place);
+    begin_gradient(input, pair, known, gradient, width, place);
+    const Element* const again = HAS_RESIDUAL ? residual_grad : out_grad;
     for (int step = place.last_step(); step >= 0; step -= splits) {
         const int row = place.row_of(step);
+        const bool is_kept = --own < keep.steps;
         Access x[UNROLL], grads[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             if (row + u * at_once >= rows) continue;
             const i64 at = place.offset_of(row + u * at_once);
-            x[u] = load_last(in + at);
-            grads[u] = load_last(out_grad + at);
+            x[u] = is_kept ? keep.at(own, u, 0) : load_last(in + at);
+            grads[u] = is_kept ? keep.at(own, u, 1) : load_last(again + at);
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
@@ -184,9 +252,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm_gradient(
             const float added[VECTOR] = {};
             x[u].to_floats(distance);
             grads[u].to_floats(d);
-            gradient.of(distance, d, added);
+            if (HAS_RESIDUAL) {
+#pragma unroll
+                for (int v = 0; v < VECTOR; ++v) distance[v] -= gradient.centre[v];
+            } else {
+                gradient.of(distance, d, added);
+            }
             store_last(in_grad + place.offset_of(row + u * at_once), input.of(distance, d));
         }
     }
+    if (splits > 1) meeting.leave();
+    __syncthreads();
+    if (place.split == 0) all.end(place, shared);
 }
 #endif

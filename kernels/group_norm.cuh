@@ -1,4 +1,4 @@
-// Parts that the group norm kernels share. A sample is a matrix of pixels by channels, cut as batch_norm.cuh cuts its
+// Parts of the group norm kernels. A sample is a matrix of pixels by channels, cut as batch_norm.cuh cuts its
 // rows and channels; `blockIdx.y` says which sample. A group is `width` neighbouring channels, and a tile has whole
 // groups of them:
 //
@@ -11,8 +11,7 @@
 #include "batch_norm.cuh"
 #include "norm_weights.cuh"
 
-#define GROUPS LAYOUT, int width, int first_sample, int samples
-#define SAMPLE (first_sample + static_cast<int>(blockIdx.y))
+#define GROUPS LAYOUT, int width, int samples
 
 // The sample of a block within a tensor of activations; null stays null.
 template <typename T>
@@ -90,10 +89,10 @@ __device__ __forceinline__ void join_groups(Pair& pair, int width, const Place& 
 }
 
 // Makes the joined moments of groups their mean and 1 over their deviation.
-__device__ __forceinline__ void end_moments(Pair& pair, int width, const float* eps, const Place& place) {
+__device__ __forceinline__ void end_moments(Pair& pair, int width, float eps, const Place& place) {
     const float count = static_cast<float>(place.rows) * static_cast<float>(width);
 #pragma unroll
-    for (int v = 0; v < VECTOR; ++v) pair.b[v] = inverse_deviation(pair.b[v] / count, *eps);
+    for (int v = 0; v < VECTOR; ++v) pair.b[v] = inverse_deviation(pair.b[v] / count, eps);
 }
 
 // Stores the statistics of a tile's groups, each by the thread of its first channel.
@@ -109,11 +108,14 @@ __device__ __forceinline__ void store_groups(const Pair& pair, float* mean, floa
     }
 }
 
-// What a column is computed with, by its groups' statistics.
+// What a column is computed with: its weights, and then its groups' statistics, too.
 template <typename T>
-__device__ __forceinline__ void begin_column(T& column, const Pair& known, const Weight* weight, const Weight* bias, int sample, const Place& place) {
+__device__ __forceinline__ void begin_column(T& column, const Weight* weight, const Weight* bias, int sample, const Place& place) {
     load_weights(column.scale, weight, sample, place, 1.0f);
     load_weights(column.offset, bias, sample, place, 0.0f);
+}
+template <typename T>
+__device__ __forceinline__ void end_column(T& column, const Pair& known) {
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) {
         column.centre[v] = known.a[v];

@@ -74,6 +74,11 @@ class Device:
     regs_per_sm = 65_536
     smem_reserved_per_block = 1_024
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can be clusters, which share memory: from sm_90 on."""
+        return int("".join(filter(str.isdigit, self.arch))) >= 90
+
     def memory_s(self, problem: Record) -> float:
         """Return the seconds in which device memory moves the problem's minimum of bytes."""
         return problem.minimum_bytes / self.dram_bytes_per_s

@@ -9,12 +9,16 @@ from ptx.memory import Lanes, Words, unsigned
 from ptx.operands import Maker, Step, elements, refuse, shared_address
 from ptx.text import SIZES, PtxError
 
-_SPACES = ("global", "shared", "local", "param")
+_SPACES = ("global", "shared", "shared::cluster", "local", "param")
+#: An address in a cluster's shared memory: the rank of the block, in the bits from this one on.
+_RANK = 20
 
 
 def _load(modifiers: list[str], operands: list[str]) -> Step:
     kind = modifiers[-1]
     space = modifiers[0] if modifiers[0] in _SPACES else "global"  # what generic addresses are here
+    if space == "shared::cluster":
+        return _load_of_cluster(kind, operands)
     registers = elements(operands[0])
 
     def step(machine: Machine, lanes: Lanes) -> None:
@@ -39,6 +43,31 @@ def _load(modifiers: list[str], operands: list[str]) -> Step:
             words = machine.local[lanes[:, None], pieces].view(unsigned(size))
         else:
             raise PtxError(f"memory of space {space} is not interpreted")
+        for i, register in enumerate(registers):
+            value = np.ascontiguousarray(words[:, i]).view(numpy_type(kind))
+            _write_widened(machine, register, value, lanes)
+
+    return step
+
+
+def _map(modifiers: list[str], operands: list[str]) -> Step:
+    """Make an address of this block that of another one of the cluster."""
+
+    def step(machine: Machine, lanes: Lanes) -> None:
+        address = np.broadcast_to(machine.read(operands[1], "u32", lanes), len(lanes))
+        rank = np.broadcast_to(machine.read(operands[2], "u32", lanes), len(lanes))
+        machine.write(operands[0], (address | rank << _RANK).astype(np.uint32), lanes)
+
+    return step
+
+
+def _load_of_cluster(kind: str, operands: list[str]) -> Step:
+    registers, size = elements(operands[0]), SIZES[kind]
+
+    def step(machine: Machine, lanes: Lanes) -> None:
+        address = machine.address(operands[1], "u32", lanes)
+        there = machine.of_cluster(lanes, address >> _RANK)
+        words = machine.shared.load(address & (1 << _RANK) - 1, size, len(registers), there)
         for i, register in enumerate(registers):
             value = np.ascontiguousarray(words[:, i]).view(numpy_type(kind))
             _write_widened(machine, register, value, lanes)
@@ -169,6 +198,7 @@ def _wait(machine: Machine, lanes: Lanes, pending: int) -> None:
 ACCESSES: dict[str, Maker] = {
     "ld": _load,
     "ldu": _load,
+    "mapa": _map,
     "st": _store,
     "atom": _atomic,
     "red": _atomic,

@@ -101,7 +101,8 @@ def run_kernel(
     blocks = step.grid[0] * step.grid[1] * step.grid[2]
     threads = step.block[0] * step.block[1] * step.block[2]
     # Blocks that wait for one another have to run side by side.
-    at_once = blocks if step.cooperative else max(1, THREADS // threads)
+    together = step.cooperative or kernel.of_clusters
+    at_once = blocks if together else max(1, THREADS // threads)
     with np.errstate(all="ignore"):
         for first in range(0, blocks, at_once):
             some = range(first, min(first + at_once, blocks))

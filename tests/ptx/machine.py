@@ -79,6 +79,7 @@ class Machine:
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         #: The one parameter that is a struct; its address counts from 0.
         self.struct = next((a for a in arguments if isinstance(a, bytes)), b"")
+        self.blocks, self.grid = blocks, grid
         self.lane = np.arange(len(blocks) * threads)
         self.thread = self.lane + blocks.start * threads
         self.shared = SharedMemory(len(blocks), kernel.shared_bytes + smem_bytes, threads)
@@ -93,6 +94,9 @@ class Machine:
         self._at_barrier = np.zeros(len(self.lane), np.bool_)
         self._barrier_exit = np.zeros(len(self.lane), np.int64)  # where those at a barrier go on
         self._waiting: dict[int, list[Lanes]] = {}  # by position
+        #: How often each thread has come to its cluster's barrier; those that wait there.
+        self._arrivals = np.zeros(len(self.lane), np.int64)
+        self._at_cluster = np.zeros(len(self.lane), np.bool_)
         self._next = 0
 
     def run(self) -> None:
@@ -136,6 +140,14 @@ class Machine:
         elif name in ("ret", "exit"):
             self._alive[active] = False
             self._release_barriers()
+        elif name == "barrier" and instruction.opcode[1] == "cluster":
+            if instruction.opcode[2] == "arrive":
+                self._arrivals[active] += 1
+                self._wait(position + 1, active)
+            else:
+                self._at_cluster[active] = True
+                self._barrier_exit[active] = position + 1
+            self._release_clusters()
         elif name in ("bar", "barrier") and "warp" not in instruction.opcode:
             if instruction.operands != ("0",):
                 raise PtxError("only barrier 0 is interpreted")
@@ -172,6 +184,26 @@ class Machine:
             if np.isin(block, freed[exits != position] // self._threads).any():
                 raise PtxError("threads of a block meet at different barriers")
             self._wait(position, freed[exits == position])
+
+    def _release_clusters(self) -> None:
+        """Let those threads go on whose cluster's barrier all of its threads have come to. A
+        cluster is the blocks that differ in z alone."""
+        plane = self.grid[0] * self.grid[1]
+        arrivals = self._arrivals.reshape(-1, plane, self._threads)
+        slowest = np.broadcast_to(arrivals.min(axis=(0, 2))[None, :, None], arrivals.shape)
+        freed = np.flatnonzero(self._at_cluster & (slowest.ravel() >= self._arrivals))
+        if not len(freed):
+            return
+        self._at_cluster[freed] = False
+        self.shared.block_barriers[np.unique(freed // self._threads)] += 1
+        for position in np.unique(self._barrier_exit[freed]).tolist():
+            self._wait(position, freed[self._barrier_exit[freed] == position])
+
+    def of_cluster(self, lanes: Lanes, rank: NDArray[np.int64]) -> Lanes:
+        """Return the threads like `lanes` in the blocks of this `rank` in their clusters."""
+        plane = self.grid[0] * self.grid[1]
+        block = lanes // self._threads % plane + plane * rank
+        return block * self._threads + lanes % self._threads
 
     def whole_warps(self, lanes: Lanes) -> None:
         """Refuse a warp-wide instruction that not all lanes of a warp take together."""

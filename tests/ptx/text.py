@@ -50,6 +50,7 @@ class Kernel:
         local_bytes: of all of them.
         code: the instructions; their positions are what branches go to.
         labels: position of each label.
+        of_clusters: whether its blocks are clusters.
     """
 
     parameters: dict[str, str]
@@ -60,6 +61,7 @@ class Kernel:
     local_bytes: int
     code: tuple[Instruction, ...]
     labels: dict[str, int]
+    of_clusters: bool
 
 
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%?[\w$]+)(?:<(\d+)>)?")
@@ -77,11 +79,11 @@ def parse(ptx: str, entry: str) -> Kernel:
         PtxError: the module has none of that name, or a construct that is not interpreted.
     """
     ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
-    shape = rf"\.entry {re.escape(entry)}\s*\((.*?)\).*?\n\{{(.*?)\n\}}"
+    shape = rf"\.entry {re.escape(entry)}\s*\((.*?)\)(.*?)\n\{{(.*?)\n\}}"
     found = re.search(shape, ptx, re.DOTALL)
     if found is None:
         raise PtxError(f"the module has no entry {entry}")
-    module, body = ptx[: ptx.index(".entry")], found[2]
+    module, body = ptx[: ptx.index(".entry")], found[3]
     registers: dict[str, str] = {}
     for kind, name, count in _REGISTERS.findall(body):
         names = [f"{name}{i}" for i in range(int(count))] if count else [name]
@@ -102,6 +104,7 @@ def parse(ptx: str, entry: str) -> Kernel:
         local_bytes=spaces["local"][1],
         code=code,
         labels=labels,
+        of_clusters=".reqnctapercluster" in found[2],
     )
 
 

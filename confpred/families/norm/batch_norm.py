@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.protocol import Array, Mask, Rows
+from confpred.families.protocol import Array, Floats, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.activation import activation_macro
 from confpred.problem.conv2d import dtype_macro
@@ -36,7 +36,7 @@ STREAM_BYTES = 2**25
 #: Share of the L2 cache in which a second pass finds what the first one read last.
 _L2_SHARE = 0.6
 #: Times of a grid's barrier, and of a ticket and the sums of the splits.
-_MEET_S, TICKET_S = 3e-6, 2e-6
+MEET_S, _TICKET_S = 3e-6, 2e-6
 _STATISTICS = (
     "mean", "invstd", "new_running_mean", "new_running_var", "running_mean", "running_var", "eps",
     "momentum",
@@ -49,14 +49,14 @@ class Passes(Described):
 
     Attributes:
         name, direction: of the family, and of its problems.
-        stem: how the names of its sources and kernels begin.
+        kernel: its source, and how the names of its kernels begin.
         fields: of its config table; all have ``vector`` (elements of an access), ``unroll``
             (accesses under way together), ``threads`` (of a block), ``lanes`` (most accesses side
             by side of a block) and ``blocks`` (of the grid, about).
     """
 
     operation: Operation = BATCH_NORM
-    stem = "batch_norm"
+    kernel = "batch_norm"
     more_features: tuple[str, ...] = ()
     fields: tuple[str, ...]
     configs: NDArray[np.void]
@@ -80,10 +80,14 @@ class Passes(Described):
         return rows
 
     def _tiles(self, problem: Any, t: dict[str, Array]) -> None:
-        """Set the tiles of columns, their lanes, and the samples of a launch."""
+        """Set the tiles of columns, and their lanes."""
         t["tiles"] = ceil_div(t["columns"], t["lanes"])
         t["used_lanes"] = ceil_div(t["columns"], t["tiles"])
-        t["samples"] = np.ones_like(t["lanes"])
+
+    def _splits(self, t: dict[str, Array]) -> Array:
+        """Return how many blocks share the rows of a sample's tile."""
+        found: Array = np.clip(t["blocks"] // (t["tiles"] * t["samples"]), 1, t["steps"])
+        return found
 
     def _layout(self, problem: Any, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, and how they cut the problem, by name."""
@@ -91,10 +95,11 @@ class Passes(Described):
         columns = ceil_div(problem.c, t["vector"])
         t["columns"], t["vector_bytes"] = columns, t["vector"] * problem.itemsize
         self._tiles(problem, t)
+        t["samples"] = np.full_like(t["lanes"], self._samples(problem))
         t["at_once"] = np.maximum(t["threads"] // t["used_lanes"], 1)
         t["block_threads"] = ceil_div(t["used_lanes"] * t["at_once"], 32) * 32  # no idle warps
         t["steps"] = ceil_div(self._rows(problem), t["at_once"] * t["unroll"])
-        t["splits"] = np.clip(t["blocks"] // (t["tiles"] * t["samples"]), 1, t["steps"])
+        t["splits"] = self._splits(t)
         t["grid"] = t["tiles"] * t["splits"] * t["samples"]
         t["own_steps"] = ceil_div(t["steps"], t["splits"])
         t["sum_bytes"] = (2 * t["vector"] + 1) * (t["threads"] // 2) * 4
@@ -133,7 +138,7 @@ class Passes(Described):
         return np.zeros_like(t["vector"])
 
     def _smem_bytes(self, problem: Any, t: dict[str, Array]) -> Array:
-        kept = self._kept(problem, t) * _step_bytes(problem, t)
+        kept = self._kept(problem, t) * step_bytes(problem, t)
         return t["sum_bytes"] + kept
 
     def _derived(self, problem: Any, device: Device, rows: Rows) -> dict[str, NDArray[Any]]:
@@ -143,14 +148,15 @@ class Passes(Described):
         p, t = problem, self._layout(problem, rows)
         registers = np.minimum(self._registers(p, t), REGISTERS // t["threads"])
         smem_bytes = self._smem_bytes(p, t)
-        blocks, share = t["grid"], t["samples"] / self._samples(p)
+        blocks = t["grid"]
         filled = Occupancy.of(device, blocks, t["block_threads"], registers, smem_bytes)
         reads = 1 + p.is_backward
         loads = t["unroll"] * t["vector_bytes"] * reads
         in_flight = filled.resident * t["used_lanes"] * t["at_once"] * loads
         kept = np.minimum(self._kept(p, t) / t["own_steps"], 1.0)
         again = p.passes - p.tensors  # tensors that both passes read
-        cached = np.minimum(_L2_SHARE * device.l2_bytes / (p.tensor_bytes * share * reads), 1.0)
+        between = p.tensor_bytes * reads * self._running(blocks, filled)  # bytes, of both reads
+        cached = np.minimum(_L2_SHARE * device.l2_bytes / between, 1.0)
         moved = p.minimum_bytes + again * p.tensor_bytes * (1.0 - kept) * (1.0 - cached / 2)
         waste = t["steps"] * t["at_once"] * t["unroll"] / self._rows(p)
         partials = 8.0 * t["splits"] * t["used_lanes"] * t["vector"]  # bytes that one block reads
@@ -168,17 +174,21 @@ class Passes(Described):
             "log_in_flight": np.log2(in_flight),
             "log_partials": np.log2(partials),
             "kept_share": kept,
-            "launches": 1 / share,
             "estimate": seconds * np.minimum(filled.wave_waste, 2.0)
-            + (adding_s + self._fixed_s(p)) / share,
+            + (adding_s + self._fixed_s(p, t)),
         }
 
-    @abstractmethod
-    def _fixed_s(self, problem: Any) -> float:
-        """Return the seconds that no config avoids, of each launch."""
+    def _running(self, blocks: Array, filled: Occupancy) -> Array | float:
+        """Return the share of the blocks that are between their first and their last read at a
+        time."""
+        return 1.0
 
-    def _sizes(self, problem: Any, first: int) -> dict[str, int]:
-        """Return scalars of a kernel beside those of the layout; `first` is its first sample."""
+    @abstractmethod
+    def _fixed_s(self, problem: Any, t: dict[str, Array]) -> Floats | float:
+        """Return the seconds of launches and of waiting."""
+
+    def _sizes(self, problem: Any, t: dict[str, int]) -> dict[str, int]:
+        """Return scalars of a kernel beside those of the layout."""
         return {}
 
     def _macros(self, problem: Any) -> tuple[tuple[str, int | str], ...]:
@@ -186,44 +196,43 @@ class Passes(Described):
         return common.macros(FROZEN=int(problem.frozen))
 
     def _step(
-        self, p: Any, t: dict[str, int], part: str, operands: tuple[str, ...], first: int = 0
+        self, p: Any, t: dict[str, int], part: str, operands: tuple[str, ...], **macros: int | str
     ) -> Step:
         """Return the step of a kernel's `part` for a problem `p`, which may be the part of the
-        family's that the kernel computes, from sample `first` on."""
-        file, more, kept = self.stem, common.macros(), dict[str, int]()
-        which = common.macros(KERNEL=f"KERNEL_{part.upper()}")
-        if one_pass := "one_pass" in part:
-            file, which = f"{file}_one_pass", common.macros(BACKWARD=int(p.is_backward))
-            more, kept = common.macros(MIN_BLOCKS=t["per_sm"]), {"kept": t["kept"]}
+        family's that it computes."""
         scalars = {
             "rows": self._rows(p),
             "channels": p.c,
             "lanes": t["used_lanes"],
             **{name: t[name] for name in ("tiles", "at_once", "steps", "splits")},
-            **self._sizes(p, first),
-            **kept,
+            **self._sizes(p, t),
         }
         defines = (
-            *which,
+            *common.macros(**macros),
             dtype_macro(p),
             activation_macro(p.activation),
             ("HAS_RESIDUAL", int(p.residual)),
             *self._macros(p),
             ("STREAM", int(p.tensor_bytes > STREAM_BYTES)),
             *((name.upper(), t[name]) for name in ("vector", "unroll", "threads")),
-            *more,
+            *self._config_macros(t),
             *common.agreed_macros(sum_bytes=t["sum_bytes"]),
         )
-        samples = min(t["samples"], self._samples(p) - first)
         return Step(
-            KernelSpec(f"{file}.cu", f"{self.stem}_{part}", defines),
-            grid=(t["tiles"] * t["splits"], samples, 1),
+            KernelSpec(f"{self.kernel}.cu", f"{self.kernel}{part}", defines),
+            grid=self._grid(t),
             block=(t["block_threads"], 1, 1),
-            smem_bytes=0 if part in ("apply", "gradient") else t["smem_bytes"],
+            smem_bytes=t["smem_bytes"],
             operands=operands,
             scalars=scalars,
-            cooperative=one_pass and t["splits"] > 1,
         )
+
+    def _config_macros(self, t: dict[str, int]) -> tuple[tuple[str, int | str], ...]:
+        """Return macros of a config beside those that all families have."""
+        return ()
+
+    def _grid(self, t: dict[str, int]) -> tuple[int, int, int]:
+        return t["tiles"] * t["splits"], t["samples"], 1
 
     def _one(self, problem: Any, row: int) -> dict[str, int]:
         """Return the layout of one config, as numbers."""
@@ -233,7 +242,7 @@ class Passes(Described):
         return common.one(layout)
 
 
-def _step_bytes(problem: Any, t: Any) -> Any:
+def step_bytes(problem: Any, t: Any) -> Any:
     """Bytes of the accesses of a block's step."""
     tensors = 1 + problem.is_backward
     return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
@@ -258,29 +267,34 @@ class TwoPass(Passes):
         t = self._layout(problem)
         return self._shared(problem, t) & (t["sum_bytes"] <= device.smem_per_block)
 
-    def _fixed_s(self, problem: BatchNorm) -> float:
-        return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + TICKET_S
+    def _fixed_s(self, problem: BatchNorm, t: dict[str, Array]) -> float:
+        return common.LAUNCH_S if problem.frozen else 2 * common.LAUNCH_S + _TICKET_S
 
     def launch(self, problem: BatchNorm, row: int) -> Launch:
         p, t = problem, self._one(problem, row)
         plain = replace(p, activation="none", residual=False)
         if not p.is_backward:
             inputs = ("in", "weight", "bias", "residual", *p.statistics, "eps")
-            apply = self._step(p, t, "apply", ("out", *inputs))
+            apply = self._part(p, t, "apply", ("out", *inputs))
             operands = ("in", *_STATISTICS, ZEROED, SCRATCH)
-            statistics = self._step(plain, t, "statistics", operands)
+            statistics = self._part(plain, t, "statistics", operands)
             return _launch(p, (apply,) if p.frozen else (statistics, apply), t)
-        sums = self._step(
+        sums = self._part(
             p, t, "sums",
             ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
              "bias", "residual", *p.statistics, "eps", ZEROED, SCRATCH),
         )  # fmt: skip
-        gradient = self._step(
+        gradient = self._part(
             plain if p.residual else p, t, "gradient",
             ("in_grad", "residual_grad" if p.residual else "out_grad", "in", "weight", "bias",
              "mean", "invstd", SCRATCH),
         )  # fmt: skip
         return _launch(p, (sums,) if p.frozen else (sums, gradient), t)
+
+    def _part(self, p: Any, t: dict[str, int], part: str, operands: tuple[str, ...]) -> Step:
+        if part in ("apply", "gradient"):
+            t = {**t, "smem_bytes": 0}
+        return self._step(p, t, f"_{part}", operands, KERNEL=f"KERNEL_{part.upper()}")
 
 
 def _launch(problem: BatchNorm, steps: tuple[Step, ...], t: dict[str, int]) -> Launch:
@@ -305,6 +319,7 @@ class OnePass(Passes):
     """``kernels/batch_norm_one_pass.cu``; also ``per_sm``, how many of its blocks a multiprocessor
     holds at once, and ``kept_kb``, shared memory for the activations of a block."""
 
+    kernel = "batch_norm_one_pass"
     fields: tuple[str, ...] = (
         "vector", "unroll", "threads", "lanes", "blocks", "per_sm", "kept_kb",
     )  # fmt: skip
@@ -347,30 +362,42 @@ class OnePass(Passes):
         return not problem.frozen
 
     def _waiting(self, t: dict[str, Array]) -> Array:
-        """Return how many blocks wait for one another."""
+        """Return how many blocks of a launch must be running together."""
         return t["grid"]
 
     def _kept(self, problem: Any, t: dict[str, Array]) -> Array:
-        fit = 1024 * t["kept_kb"] // _step_bytes(problem, t)
+        fit = 1024 * t["kept_kb"] // step_bytes(problem, t)
         found: Array = np.minimum(fit, t["own_steps"])
         return found
 
     def _registers(self, problem: Any, t: dict[str, Array]) -> Array:
         return super()._registers(problem, t) + 8
 
-    def _fixed_s(self, problem: Any) -> float:
-        return common.LAUNCH_S + _MEET_S
+    def _fixed_s(self, problem: Any, t: dict[str, Array]) -> Floats | float:
+        return common.LAUNCH_S + MEET_S
 
     def launch(self, problem: Any, row: int) -> Launch:
-        p, t, part = problem, self._one(problem, row), "one_pass"
+        p, t = problem, self._one(problem, row)
         operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", *_STATISTICS)
         if p.is_backward:
-            part = "one_pass_backward"
             operands = (
                 "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
                 "bias", "residual", "mean", "invstd",
             )  # fmt: skip
-        return _launch(p, (self._step(p, t, part, (*operands, ZEROED, SCRATCH)),), t)
+        return _launch(p, (self._together(p, t, (*operands, ZEROED, SCRATCH)),), t)
+
+    def _together(self, problem: Any, t: dict[str, int], operands: tuple[str, ...]) -> Step:
+        """Return the step whose blocks may wait for one another."""
+        backward = problem.is_backward
+        part = "_backward" if backward else ""
+        step = self._step(problem, t, part, operands, BACKWARD=int(backward))
+        return replace(step, cooperative=t["splits"] > 1 and not t.get("cluster"))
+
+    def _sizes(self, problem: Any, t: dict[str, int]) -> dict[str, int]:
+        return {"kept": t["kept"]}
+
+    def _config_macros(self, t: dict[str, int]) -> tuple[tuple[str, int | str], ...]:
+        return common.macros(MIN_BLOCKS=t["per_sm"])
 
 
 FAMILIES = (

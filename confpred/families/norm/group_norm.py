@@ -1,30 +1,31 @@
-"""Norms over groups of channels in two launches a direction, or in one for some samples: configs,
-legality, features and launches of ``group_norm.cu`` and ``group_norm_one_pass.cu``.
-``group_norm.cuh`` has a drawing of the layout, which is batch norm's with whole groups in a tile.
+"""Norms over groups of channels in one launch a direction: configs, legality, features and launches
+of ``group_norm.cu``. ``group_norm.cuh`` has a drawing of the layout, which is batch norm's with
+whole groups in a tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import numpy as np
 
 from confpred.families import common
-from confpred.families.common import ceil_div
+from confpred.families.common import Occupancy, ceil_div
 from confpred.families.norm import batch_norm
-from confpred.families.norm.batch_norm import LEAST_BLOCKS, Passes
-from confpred.families.protocol import Array, Mask
+from confpred.families.norm.batch_norm import LEAST_BLOCKS, LEAST_LANES
+from confpred.families.protocol import Array, Floats, Mask
 from confpred.families.table import config_table
 from confpred.problem.device import Device
 from confpred.problem.limits import ORDINARY_ERROR
 from confpred.problem.norm_of_groups import NORM, Norm, norm_macros
-from confpred.problem.operation import SCRATCH, ZEROED, Launch, Step
+from confpred.problem.operation import SCRATCH, ZEROED, Launch
 
 _MOST_SAMPLES = 65_535  # of a launch: CUDA counts them in 16 bits
-_MOST_LAUNCHES = 16
 _MOST_LANES = 256
-_BACKWARD = ("out_grad", "in", "weight", "bias", "residual", "mean", "invstd", ZEROED, SCRATCH)
+_CLUSTERS = (2, 4, 8)  # blocks; every GPU that has clusters has these
+_CLUSTER_S = 1e-6  # that a cluster's blocks wait for one another
+#: (threads of a block, blocks of a multiprocessor, memory of a block for what it keeps, in KiB).
+_BLOCKS = ((256, 4, 40), (512, 1, 80), (512, 1, 184), (512, 2, 80), (1024, 1, 184))
 
 
 def error_of(problem: Norm) -> float | None:
@@ -33,12 +34,29 @@ def error_of(problem: Norm) -> float | None:
     return ORDINARY_ERROR[problem.dtype] if problem.is_backward else None
 
 
-class _Groups(Passes):
-    """Base of both families of a direction. `Passes` has what batch norm has, too."""
+class GroupNorm(batch_norm.OnePass):
+    """``kernels/group_norm.cu``, with batch norm's fields of a config, and ``cluster``: 0, or how
+    many blocks that share a sample's tile are a cluster."""
 
     operation = NORM
-    stem = "group_norm"
-    more_features = ("samples", "launches", "tile_groups")
+    kernel = "group_norm"
+    more_features = ("samples", "tile_groups")
+    fields = (*batch_norm.OnePass.fields, "cluster")
+    configs = config_table(
+        fields,
+        [
+            (vector, unroll, threads, lanes, blocks, per_sm, kept_kb, cluster)
+            for vector, unroll, lanes in product(
+                (1, 2, 4, 8), (4, 8), (4, LEAST_LANES, 16, 32, 64, 128, _MOST_LANES)
+            )
+            for threads, per_sm, kept_kb in _BLOCKS
+            for blocks, cluster in (
+                (LEAST_BLOCKS, 0),
+                (132 * per_sm, 0),
+                *((LEAST_BLOCKS, cluster) for cluster in _CLUSTERS),
+            )
+        ],
+    )
 
     def _samples(self, problem: Norm) -> int:
         return problem.n
@@ -52,121 +70,83 @@ class _Groups(Passes):
         t["used_lanes"] = ceil_div(t["used_lanes"], unit) * unit
         t["tiles"] = ceil_div(t["columns"], t["used_lanes"])
         t["tile_groups"] = t["used_lanes"] * t["vector"] // problem.width
-        most = t.get("launched", np.zeros_like(unit))
-        t["samples"] = np.where(most == 0, problem.n, np.minimum(most, problem.n))
 
-    def _of_groups(self, problem: Norm, t: dict[str, Array]) -> Mask:
-        """Return the rule that both families have."""
+    def _splits(self, t: dict[str, Array]) -> Array:
+        found: Array = np.where(t["cluster"] > 0, t["cluster"], super()._splits(t))
+        return found
+
+    def _smem_bytes(self, problem: Norm, t: dict[str, Array]) -> Array:
+        shown = ceil_div(2 * t["vector"] * t["used_lanes"], 4) * 16
+        return super()._smem_bytes(problem, t) + np.where(t["cluster"] > 0, shown, 0)
+
+    def _waiting(self, t: dict[str, Array]) -> Array:
+        waits = (t["splits"] > 1) & (t["cluster"] == 0)
+        return np.where(waits, t["grid"], 0)
+
+    def _running(self, blocks: Array, filled: Occupancy) -> Array | float:
+        return np.minimum(1.0 / filled.waves, 1.0)
+
+    def _fixed_s(self, problem: Norm, t: dict[str, Array]) -> Floats:
+        waiting = np.where(t["cluster"] > 0, _CLUSTER_S, batch_norm.MEET_S)
+        return common.LAUNCH_S + np.where(t["splits"] > 1, waiting, 0.0)
+
+    def legal(self, problem: Norm, device: Device) -> Mask:
+        t = self._layout(problem)
+        alone = t["splits"] == 1
+        # Two kinds of blocks of 512 threads have a multiprocessor for themselves: the one that
+        # keeps less is for rows that fit, and for GPUs of less shared memory.
+        few = t["own_steps"] * batch_norm.step_bytes(problem, t) <= 1024 * 80
+        few_enough = few | (device.smem_per_block < 1024 * 184)
+        kept = np.where(t["kept_kb"] == 80, few_enough, ~few)
+        return (
+            super().legal(problem, device)
+            & (kept | (t["threads"] != 512) | (t["per_sm"] != 1))
+            # Where a tile of a sample has one block anyway, the blocks asked for say nothing.
+            & (~alone | (t["blocks"] == LEAST_BLOCKS))
+            & ((t["cluster"] == 0) | (device.has_clusters & (t["cluster"] <= t["steps"])))
+        )
+
+    def _computes(self, problem: Norm, t: dict[str, Array]) -> Mask:
+        served = problem.centred and not problem.is_trivial
+        served = served and not problem.is_of_rows  # `row_norm` reads such a row once
         legal: Mask = (
-            self._shared(problem, t)
-            & problem.centred
-            & (not problem.is_trivial)
-            & (not problem.is_of_rows)  # `row_norm` reads such a row once
-            & ((t["used_lanes"] <= t["lanes"]) | (t["lanes"] == _MOST_LANES))
+            ((t["used_lanes"] <= t["lanes"]) | (t["lanes"] == _MOST_LANES))
             & (t["used_lanes"] <= t["threads"] // 2)  # groups meet where a block's sums do
             & (t["samples"] <= _MOST_SAMPLES)
         )
-        return legal
-
-    def _alone(self, t: dict[str, Array]) -> Mask:
-        """Return where the blocks asked for say nothing, as a tile of a sample has one anyway."""
-        alone: Mask = (t["splits"] == 1) & (t["blocks"] > LEAST_BLOCKS)
-        return alone
+        return legal & served
 
     def _macros(self, problem: Norm) -> tuple[tuple[str, int | str], ...]:
         return (("FROZEN", 0), *norm_macros(problem)[1:])
 
-    def _sizes(self, problem: Norm, first: int) -> dict[str, int]:
-        return {"width": problem.width, "first_sample": first, "samples": problem.n}
+    def _config_macros(self, t: dict[str, int]) -> tuple[tuple[str, int | str], ...]:
+        return (*super()._config_macros(t), ("CLUSTER", t["cluster"]))
 
-    def _launch(self, problem: Norm, steps: tuple[Step, ...], t: dict[str, int]) -> Launch:
-        """Return the launch of `steps`, with the workspaces of sums that blocks and samples
-        share."""
-        p, counters = problem, 2 if "per_sm" in t else 1
+    def _sizes(self, problem: Norm, t: dict[str, int]) -> dict[str, int]:
+        return {"width": problem.width, "samples": problem.n, **super()._sizes(problem, t)}
+
+    def _grid(self, t: dict[str, int]) -> tuple[int, int, int]:
+        if t["cluster"]:
+            return t["tiles"], t["samples"], t["cluster"]
+        return super()._grid(t)
+
+    def launch(self, problem: Norm, row: int) -> Launch:
+        """Blocks of a tile, and samples, share sums in the workspaces."""
+        p, t = problem, self._one(problem, row)
+        operands: tuple[str, ...] = (
+            "out", "in", "weight", "bias", "residual", "mean", "invstd", "eps", ZEROED, SCRATCH,
+        )  # fmt: skip
+        if p.is_backward:
+            operands = (
+                "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
+                "bias", "residual", "mean", "invstd", ZEROED, SCRATCH,
+            )  # fmt: skip
         return Launch(
-            steps,
-            zeroed_bytes=4 * (counters * p.n + 1) * t["tiles"],
+            (self._together(p, t, operands),),
+            zeroed_bytes=4 * (2 * p.n + 1) * t["tiles"],
             scratch_bytes=8 * p.n * (t["splits"] + 2) * p.c,
             error=error_of(p),
         )
 
 
-class TwoPass(_Groups):
-    """``kernels/group_norm.cu``."""
-
-    fields = batch_norm.TwoPass.fields
-    configs = batch_norm.TwoPass.configs
-
-    def legal(self, problem: Norm, device: Device) -> Mask:
-        t = self._layout(problem)
-        fits = t["sum_bytes"] <= device.smem_per_block
-        return self._of_groups(problem, t) & fits & ~self._alone(t)
-
-    def _fixed_s(self, problem: Norm) -> float:
-        return 2 * common.LAUNCH_S + batch_norm.TICKET_S
-
-    def launch(self, problem: Norm, row: int) -> Launch:
-        p, t = problem, self._one(problem, row)
-        plain = replace(p, activation="none", residual=False)
-        if not p.is_backward:
-            operands: tuple[str, ...] = ("in", "mean", "invstd", "eps", ZEROED, SCRATCH)
-            statistics = self._step(plain, t, "statistics", operands)
-            operands = ("out", "in", "weight", "bias", "residual", "mean", "invstd")
-            return self._launch(p, (statistics, self._step(p, t, "apply", operands)), t)
-        sums = self._step(p, t, "sums", ("residual_grad", "weight_grad", "bias_grad", *_BACKWARD))
-        gradient = self._step(
-            plain if p.residual else p, t, "gradient",
-            ("in_grad", "residual_grad" if p.residual else "out_grad", "in", "weight", "bias",
-             "mean", "invstd", SCRATCH),
-        )  # fmt: skip
-        return self._launch(p, (sums, gradient), t)
-
-
-class OnePass(_Groups, batch_norm.OnePass):
-    """``kernels/group_norm_one_pass.cu``; also ``launched``, how many samples are in a launch, 0
-    for all of them. A launch of few leaves them in the L2 cache for its second pass."""
-
-    fields = (*batch_norm.OnePass.fields, "launched")
-    configs = config_table(
-        fields,
-        (
-            (*config, launched)
-            for config in batch_norm.OnePass.configs.tolist()
-            for launched in (0, 1, 4)
-        ),
-    )
-
-    def legal(self, problem: Any, device: Device) -> Mask:
-        t = self._layout(problem)
-        waits = t["splits"] > 1
-        return (
-            super().legal(problem, device)
-            & ~(self._alone(t) & (t["per_sm"] == 1))
-            # Samples whose blocks wait for none may well be in one launch.
-            & ((t["launched"] == 0) | (waits & (t["launched"] < problem.n)))
-            & (ceil_div(problem.n, t["samples"]) <= _MOST_LAUNCHES)
-        )
-
-    def _computes(self, problem: Any, t: dict[str, Array]) -> Mask:
-        return self._of_groups(problem, t)
-
-    def _waiting(self, t: dict[str, Array]) -> Array:
-        return np.where(t["splits"] > 1, t["grid"], 0)
-
-    def launch(self, problem: Any, row: int) -> Launch:
-        p, t, part = problem, self._one(problem, row), "one_pass"
-        operands: tuple[str, ...] = ("out", "in", "weight", "bias", "residual", "mean", "invstd")
-        operands = (*operands, "eps", ZEROED, SCRATCH)
-        if p.is_backward:
-            part = "one_pass_backward"
-            operands = ("in_grad", "residual_grad", "weight_grad", "bias_grad", *_BACKWARD)
-        firsts = range(0, p.n, t["samples"])
-        return self._launch(p, tuple(self._step(p, t, part, operands, i) for i in firsts), t)
-
-
-FAMILIES = (
-    TwoPass("group_norm_two_pass", "forward"),
-    TwoPass("group_norm_two_pass_backward", "backward"),
-    OnePass("group_norm_one_pass", "forward"),
-    OnePass("group_norm_one_pass_backward", "backward"),
-)
+FAMILIES = (GroupNorm("group_norm", "forward"), GroupNorm("group_norm_backward", "backward"))

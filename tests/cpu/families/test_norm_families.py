@@ -20,7 +20,8 @@ every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES
 #: Row norms have no tiles (test_row_norm.py).
 TILED = {name: family for name, family in FAMILIES.items() if name not in ROW_NORMS}
 every_tiled_family = pytest.mark.parametrize("family", TILED.values(), ids=TILED)
-ONE_PASS = [name for name in FAMILIES if "one_pass" in name]
+CLUSTERED = [name for name in TILED if name in GROUP_NORMS]
+ONE_PASS = [name for name in TILED if "one_pass" in name or name in CLUSTERED]
 
 
 def layer_of(family: Family, **fields: Any) -> Any:
@@ -42,7 +43,7 @@ def test_every_number_of_channels_has_configs(family: Family, c: int, dtype: str
     rows = legal_rows(family, problem)
     if c == 1 and family.name in ROW_NORMS:
         return  # nothing to normalise
-    if c == 65_536 and (family.name in ONE_PASS or family.name in GROUP_NORMS):
+    if c == 65_536 and (family.name in ONE_PASS or family.name in ROW_NORMS):
         return  # more columns than threads may wait for one another, or a group of too many
     assert rows
     for row in rows:
@@ -73,7 +74,7 @@ def test_blocks_are_cut_as_the_kernel_counts_them(family: Family, device: Device
             for step in family.launch(problem, row).steps:
                 s = step.scalars
                 assert s["lanes"] * s["at_once"] <= step.block[0]
-                assert step.grid[0] == s["tiles"] * s["splits"]
+                assert step.grid[0] * step.grid[2] == s["tiles"] * s["splits"]
                 assert 1 <= s["splits"] <= s["steps"], "each split has a step"
                 columns = problem.c // int(dict(step.kernel.defines)["VECTOR"])
                 whole = s["lanes"] if "width" in s else 1  # a tile has whole groups
@@ -117,7 +118,7 @@ def test_a_tensor_that_fits_is_kept_in_shared_memory(name: str) -> None:
     rows = legal_rows(family, problem)
     kept = [family.launch(problem, row).steps[0].scalars for row in rows]
     assert any(s["kept"] * s["splits"] >= s["steps"] for s in kept)
-    assert any(s["kept"] == 0 for s in kept)
+    assert any(s["kept"] == 0 for s in kept) != (name in CLUSTERED)
 
 
 @pytest.mark.slow(reason="eight compiles a family and target")
@@ -150,16 +151,18 @@ def test_every_template_of_a_layer_compiles(family: Family) -> None:
             assert kernel.entry in ptx_of(kernel, H100.arch)
 
 
-@pytest.mark.parametrize("name", [name for name in GROUP_NORMS if name in ONE_PASS])
-def test_samples_are_launched_together_or_some_at_a_time(name: str) -> None:
-    """Each sample once, and no more of them than wait for one another at once."""
+@pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_a_tile_of_a_sample_may_be_a_cluster(name: str, device: Device) -> None:
+    """Then any number of samples is in a launch; else all blocks that wait must be running."""
     family = FAMILIES[name]
-    problem = layer_of(family, n=6, h=64, w=64, c=320)
-    counts = set()
-    for row in legal_rows(family, problem):
-        steps = family.launch(problem, row).steps
-        firsts = [step.scalars["first_sample"] for step in steps]
-        assert firsts == list(range(0, 6, steps[0].grid[1]))
-        assert sum(step.grid[1] for step in steps) == 6
-        counts.add(len(steps))
-    assert counts == {1, 2, 6}
+    problem, found = layer_of(family, n=600, h=64, w=64, c=320), set()
+    for row in legal_rows(family, problem, device):
+        (step,) = family.launch(problem, row).steps
+        cluster, splits = config_dict(family, row)["cluster"], step.scalars["splits"]
+        found.add(cluster)
+        assert dict(step.kernel.defines)["CLUSTER"] == cluster
+        assert step.grid[1:] == (600, cluster or 1)
+        assert splits == (cluster or 1), "600 samples are too many to wait for one another"
+        assert not step.cooperative
+    assert found == ({0, 2, 4, 8} if device.arch in ("sm_90a", "sm_100", "sm_120") else {0})

@@ -75,7 +75,15 @@ def test_every_config_of_a_small_layer_is_right(family: Family, c: int) -> None:
     check(family, problem, rows)
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n.endswith("_pass")])
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("name", ["group_norm", "group_norm_backward"])
+def test_blocks_of_a_cluster_meet(name: str, cluster: int) -> None:
+    family, problem = FAMILIES[name], layer_of(FAMILIES[name], 2, 40, 50, 24)
+    rows = legal_rows(family, problem)
+    check(family, problem, [r for r in rows if config_dict(family, r)["cluster"] == cluster][::9])
+
+
+@pytest.mark.parametrize("name", ["batch_norm_one_pass", "batch_norm_two_pass", "group_norm"])
 def test_an_outlier_in_front_loses_nothing(name: str) -> None:
     """Each thread takes distances from its first value, which may be far from the others."""
     family, problem = FAMILIES[name], layer_of(FAMILIES[name], 2, 31, 30, 8, dtype="float32")

@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 928, "confpred/problem": 1785, "confpred/products": 425,
     "confpred/pytorch": 5250, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 4255, "examples": 500,
-    "service": 3487, "tests": 32950,
+    "service": 3487, "tests": 33000,
 }  # fmt: skip
 MODULES = 179  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

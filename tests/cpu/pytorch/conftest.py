@@ -31,7 +31,7 @@ from confpred.pytorch.run import choosing, convolve, loading
 KERNEL = Candidate("cudnn", 1)
 #: Kernels that are chosen for problems of other types.
 NORM_KERNELS = {
-    BatchNorm: Candidate("batch_norm_two_pass", 0), Norm: Candidate("group_norm_two_pass", 0),
+    BatchNorm: Candidate("batch_norm_two_pass", 0), Norm: Candidate("group_norm", 0),
 }  # fmt: skip
 
 
