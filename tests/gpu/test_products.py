@@ -87,7 +87,7 @@ def test_im2col_is_timed_like_kernels(device: Device) -> None:
     problem = Problem(8, 64, 32, 32, 64, 3, 3, padding=1, dtype="float32")
     rows = np.flatnonzero(im2col.FAMILY.legal(problem, device)).tolist()
     outcomes = measure(problem, im2col.FAMILY, rows, ordinal=0, seed=0, report=lambda _row: None)
-    assert [o for o in outcomes if o.status != "ok" or not 0 < o.time_ms < 10] == []
+    assert [o for o in outcomes if o.status != "ok" or not 0 < o.time_ms < 1000] == []
     loop, together = (
         next(o for o in outcomes if config_dict(im2col.FAMILY, o.config_id) == wanted)
         for wanted in (
