@@ -107,8 +107,8 @@ class GroupNorm(batch_norm.OnePass):
         )
 
     def _computes(self, problem: Norm, t: dict[str, Array]) -> Mask:
-        served = problem.centred and not problem.is_trivial
-        served = served and not problem.is_of_rows  # `row_norm` reads such a row once
+        # `row_norm` reads the rows that are its own once.
+        served = problem.centred and not (problem.is_trivial or problem.is_of_rows)
         legal: Mask = (
             ((t["used_lanes"] <= t["lanes"]) | (t["lanes"] == _MOST_LANES))
             & (t["used_lanes"] <= t["threads"] // 2)  # groups meet where a block's sums do
@@ -133,14 +133,11 @@ class GroupNorm(batch_norm.OnePass):
     def launch(self, problem: Norm, row: int) -> Launch:
         """Blocks of a tile, and samples, share sums in the workspaces."""
         p, t = problem, self._one(problem, row)
-        operands: tuple[str, ...] = (
-            "out", "in", "weight", "bias", "residual", "mean", "invstd", "eps", ZEROED, SCRATCH,
-        )  # fmt: skip
+        inputs = ("in", "weight", "bias", "residual", "mean", "invstd")
+        operands: tuple[str, ...] = ("out", *inputs, "eps", ZEROED, SCRATCH)
         if p.is_backward:
-            operands = (
-                "in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad", "in", "weight",
-                "bias", "residual", "mean", "invstd", ZEROED, SCRATCH,
-            )  # fmt: skip
+            gradients = ("in_grad", "residual_grad", "weight_grad", "bias_grad", "out_grad")
+            operands = (*gradients, *inputs, ZEROED, SCRATCH)
         return Launch(
             (self._together(p, t, operands),),
             zeroed_bytes=4 * (2 * p.n + 1) * t["tiles"],

@@ -22,6 +22,7 @@ from confpred.problem.operation import KernelSpec, Launch, Step
 _COMPILED = ("vec", "tile_p", "tile_q", "filter_shared", "plane_ahead")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands")
 _TILES = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 4))
+_SECTOR = 32  # bytes that the caches move as a whole: of a run of channels, some for nothing
 #: Most multiply-adds of a thread's step, which are all unrolled: more take long to compile and do
 #: not fit the instruction cache.
 _MOST_PRODUCTS = 4096
@@ -60,8 +61,8 @@ class Volume(Described):
             "lanes", "c_tiles", "block_p", "block_q", "block_threads", "in_h", "in_x", "registers",
             "smem_bytes", "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste",
             "place_waste", "band_groups", "bands_cut", "halo_planes", "halo_rows", "halo_columns",
-            "steps", "run_bytes", "bytes_in_flight", "work", "log_work", "log_load_bytes",
-            "log_estimate",
+            "steps", "run_bytes", "sector_waste", "bytes_in_flight", "work", "log_work",
+            "log_load_bytes", "log_estimate",
         )  # fmt: skip
 
     def legal(self, problem: ConvNd, device: Device) -> Mask:
@@ -221,6 +222,7 @@ class Volume(Described):
             device.roofline_s(p),
         )
         places = down.size_out * across.size_out
+        run = t["lanes"] * t["vec"] * p.itemsize
         covered = t["grid_x"] // t["c_tiles"] * t["block_p"] * t["block_q"]
         return {
             **t,
@@ -230,7 +232,8 @@ class Volume(Described):
             "halo_rows": t["in_h"] * down.up / (down.down * t["tile_p"]),
             "halo_columns": t["in_x"] * across.up / (across.down * t["tile_q"]),
             "steps": steps,
-            "run_bytes": t["lanes"] * t["vec"] * p.itemsize,
+            "run_bytes": run,
+            "sector_waste": 1 + (_SECTOR - np.gcd(run, np.gcd(p.c * p.itemsize, _SECTOR))) / run,
             "bytes_in_flight": in_flight,
             "work": t["thread_step"] / (deep.up * t["tile_p"] * t["tile_q"] * t["vec"]),
             "log_work": np.log2(blocks * threads * work),
