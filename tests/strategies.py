@@ -52,11 +52,14 @@ def convs() -> st.SearchStrategy[ConvNd]:
 def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: int = 64) -> Problem:
     """Layers that `family` handles; sides up to `largest`, batch up to `images`."""
     direction, width = draw(st.sampled_from([s for s in served(family) if s[1] != DENSE]))
-    plain = family.name.startswith("depthwise_banded")
+    large = family.name.startswith("depthwise_large")
+    plain = large or family.name.startswith("depthwise_banded")
     eights = plain or family.name.startswith("grouped")
     steps = st.tuples(*(st.just(1) if plain else st.integers(1, 2) for _ in range(2)))
     window = 11 if width == 1 and not family.name.startswith("grouped") else 7
     r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
+    if large:
+        r, s = draw(st.sampled_from(((r, s + 51), (r + 51, s), (r + 20, s + 20))))
     unit = max(8, width) if eights else 1
     c = unit * draw(st.integers(1, 160 // unit))
     multiplier = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from random_layers import problems
+from random_layers import LARGE_WINDOWS, WINDOWS, problems
 
 from confpred.families import common
 from confpred.families.batch import ProblemBatch
@@ -25,7 +25,8 @@ FAMILIES = [family for family in all_families().values() if isinstance(family, B
 def test_together_and_in_part_is_as_alone_and_whole(family, key):
     device, rng = get_device(key), np.random.default_rng(0)
     served: list[Problem] = []
-    for problem in problems(family.name.rpartition("_")[2]):
+    windows = LARGE_WINDOWS if "large" in family.name else WINDOWS
+    for problem in problems(family.name.rpartition("_")[2], windows=windows):
         if family.serves(problem):
             served.append(problem)
         else:
