@@ -36,6 +36,7 @@
 // HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   BLOCK_C           channels of a block
+//   VEC               channels that one instruction loads or stores
 //   IMAGES            images of a block
 //   TILES_M, TILES_N  tiles of 16 rows and of 8 columns
 //   PART              filter rows, and so input rows, that are brought in at once
@@ -107,10 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
             const int pair = rest % (8 * PAIRS); rest /= 8 * PAIRS;
             const int image = rest % IMAGES, t = from + rest / IMAGES;
             const int y = t - top, place = t - first;
-            const bool is_row = y >= 0 && y < h && image0 + image < n && 8 * piece < channels;
+            const bool is_row = y >= 0 && y < h && image0 + image < n;
             const u16* const row = in + (static_cast<i64>(image0 + image) * h + y) * w * c + c0 + 8 * piece;
             uint4 pixels[2];
-            load_pair(pixels, row, 2 * pair - left, w, c, is_row);
+            load_pair(pixels, row, 2 * pair - left, w, c, is_row ? channels - 8 * piece : 0);
             put_pair<CHANNEL>(shared + piece * GROUP + image * IMAGE + pair * 4 +
                                   (place % TILES_M * RING + place / TILES_M % RING) * PITCH, pixels);
         }
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     }
     __syncthreads();
 
-    // Calls run(planes of a pair of results, where their pixels are in an image, whether the second one is).
+    // Calls run(planes of a pair of results, offset of their pixels, their channels, whether there is a second one).
     const auto for_results = [&](const auto& run) {
         for (int item = tid; item < GROUPS * 4 * TILES_N * 16 * TILES_M; item += THREADS) {
             int rest = item;
@@ -188,15 +189,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
             const int pair = rest % (4 * TILES_N); rest /= 4 * TILES_N;
             const int row = rest % 16, image = image0 + row / STRIP;
             const int y = y0 + row % STRIP * TILES_M + rest / 16, x = x0 + 2 * pair;
-            if (image >= n || y >= p || x >= q || 8 * piece >= channels) continue;
+            if (image >= n || y >= p || x >= q) continue;
             const i64 pixel = (static_cast<i64>(image) * p + y) * q + x;
-            run(shared + piece * GROUP + rest * OUT_PITCH + pair * 4, pixel * c + c0 + 8 * piece, x + 1 < q);
+            run(shared + piece * GROUP + rest * OUT_PITCH + pair * 4, pixel * c + c0 + 8 * piece, channels - 8 * piece, x + 1 < q);
         }
     };
     if (HAS_RESIDUAL) {  // it goes where the results will be
-        for_results([&](u8* at, i64 offset, bool both) {
+        for_results([&](u8* at, i64 offset, int existing, bool both) {
             uint4 pixels[2];
-            load_pair(pixels, residual + offset, 0, both ? 2 : 1, c, true);
+            load_pair(pixels, residual + offset, 0, both ? 2 : 1, c, existing);
             put_pair<CHANNEL>(at, pixels);
         });
         __syncthreads();
@@ -223,10 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
                 *word = pack(x[0], x[1]);
             }
     __syncthreads();
-    for_results([&](u8* at, i64 offset, bool both) {
+    for_results([&](u8* at, i64 offset, int existing, bool both) {
         uint4 pixels[2];
         get_pair<CHANNEL>(at, pixels);
-        *reinterpret_cast<uint4*>(out + offset) = pixels[0];
-        if (both) *reinterpret_cast<uint4*>(out + offset + c) = pixels[1];
+        store_pixel(out + offset, pixels[0], existing);
+        store_pixel(out + offset + c, pixels[1], both ? existing : 0);
     });
 }

@@ -22,6 +22,7 @@
 // a product with ones, and the config:
 //
 //   BLOCK_C     channels of a block, a warp each
+//   VEC         channels that one instruction loads or stores
 //   UNITS       eights of gradient columns of a tile
 //   PART        input rows that are brought in at once
 //   MIN_BLOCKS  blocks that a multiprocessor must hold: bounds the registers
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
                 const int piece = item % GROUPS, pair = item / GROUPS % (4 * UNITS), row = from + item / GROUPS / (4 * UNITS);
                 uint4 pixels[2];
                 load_pair(pixels, image_grad + static_cast<i64>(row) * q * c + 8 * piece, q0 + 2 * pair, q, c,
-                          row >= 0 && row < rows && 8 * piece < channels);
+                          row >= 0 && row < rows ? channels - 8 * piece : 0);
                 put_pair<GRAD_CHANNEL>(shared + piece * GRAD_GROUP + (row + ring_start) % RING * GRAD_PITCH + pair * 4, pixels);
             }
         };
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
                 const int y = from + row - top;
                 uint4 pixels[2];
                 load_pair(pixels, image_in + static_cast<i64>(y) * w * c + 8 * piece, 2 * pair - left, w, c,
-                          y >= 0 && y < h && 8 * piece < channels);
+                          y >= 0 && y < h ? channels - 8 * piece : 0);
                 put_pair<IN_CHANNEL>(in_shared + piece * IN_GROUP + (row * IN_PAIRS + pair) * 4, pixels);
             }
         };

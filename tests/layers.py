@@ -192,7 +192,7 @@ def _random_large_layer(rng: random.Random, direction: str) -> Problem:
     window = rng.choice(((large, large), (large, small), (small, large)))
     padding = [rng.choice((size // 2, size // 2, rng.randint(0, size))) for size in window]
     least = [max(1, f - 2 * z) for f, z in zip(window, padding, strict=True)]
-    c = 8 * rng.choice((1, 1, 2, 3, 5))
+    c = rng.choice((8, 8, 16, 24, 40, 3, 10, 12, 21))
     return Problem(
         n=rng.choice((1, 1, 2, 3, 5)), c=c, k=c, groups=c,
         h=least[0] + rng.choice((0, 1, rng.randint(2, 40))),

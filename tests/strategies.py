@@ -60,7 +60,7 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
     r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
     if large:
         r, s = draw(st.sampled_from(((r, s + 51), (r + 51, s), (r + 20, s + 20))))
-    unit = max(8, width) if eights else 1
+    unit = max(8, width) if eights and not large else 1
     c = unit * draw(st.integers(1, 160 // unit))
     multiplier = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
     dilation, stride = draw(steps), draw(steps)

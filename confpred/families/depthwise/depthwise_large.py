@@ -4,7 +4,7 @@ The parts that ``depthwise_large_wgrad.py`` shares are here too.
 
 They serve layers of group width 1, unit stride and dilation, as many filters as channels, filters
 larger than the other depthwise families have along an axis, up to 64x64, any padding, float16 and
-bfloat16, and a multiple of 8 channels. Layers in float32 are left to PyTorch's operator.
+bfloat16. Layers in float32 are left to PyTorch's operator.
 
 An output of an R x S filter takes about (S + 8) R multiply-adds of the tensor cores, as the zeros
 of the band are multiplied too. For 31x31, that is 1,240 of the at least 1,024 that a multiprocessor
@@ -29,15 +29,18 @@ from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
-_FIELDS = ("block_c", "images", "tiles_m", "tiles_n", "part", "min_blocks")
+_FIELDS = ("vec", "block_c", "images", "tiles_m", "tiles_n", "part", "min_blocks")
+#: Channels that one instruction loads or stores.
+VECTORS = (1, 2, 4, 8)
+_IMAGES = (1, 2, 4)
 _MOST_TILES = 16  # of a warp; each has four accumulators in a thread
 
 
 def _config_table() -> NDArray[np.void]:
-    rows = crossed((8, 16), (1, 2, 4), (1, 2, 4), (1, 2, 4, 7, 8), (4, 8), (1, 2, 3))
-    tiles = rows[:, 2] * rows[:, 3]
+    rows = crossed(VECTORS, (8, 16), _IMAGES, (1, 2, 4), (1, 2, 4, 7, 8), (4, 8), (1, 2, 3))
+    tiles = rows[:, 3] * rows[:, 4]
     # Blocks of 16 warps bound the registers already.
-    kept = (tiles <= _MOST_TILES) & ((rows[:, 0] == 8) | (rows[:, 5] == 1))
+    kept = (tiles <= _MOST_TILES) & ((rows[:, 1] == 8) | (rows[:, 6] == 1))
     return config_table(_FIELDS, rows[kept])
 
 
@@ -61,7 +64,6 @@ class Large(Shaped):
             problem.dtype != "float32"
             and problem.group_width == 1
             and problem.k == problem.c
-            and problem.c % 8 == 0  # copies are of 16 bytes
             and max(problem.r, problem.s) > depthwise.MAX_WINDOW
             and problem.stride == (1, 1)
             and depthwise.dilation(problem) == (1, 1)
@@ -90,10 +92,11 @@ class Large(Shaped):
             )
             return room
 
-        blocks = table.by(
-            ("block_c",), lambda t: (t["block_c"] < 2 * problem.c) | (t["block_c"] == 8)
-        )
-        return blocks & problem.each_row(fits)
+        def accessed(t: Columns) -> Mask:
+            widest: Mask = t["vec"] == np.gcd(problem.c, VECTORS[-1])
+            return widest & ((t["block_c"] < 2 * problem.c) | (t["block_c"] == 8))
+
+        return table.by(("vec", "block_c"), accessed) & problem.each_row(fits)
 
 
 def _rows_inside(problem: Problem) -> tuple[int, int]:
@@ -121,11 +124,10 @@ class DepthwiseLarge(Large):
 
         # Tiles less than twice as large as what they cover, or the smallest.
         def suited(t: Columns) -> Mask:
-            rows = 16 // t["images"] * t["tiles_m"]
-            return (
-                ((t["images"] < 2 * problem.n) | (t["images"] == 1))
-                & ((rows < 2 * height) | ((t["tiles_m"] == 1) & (t["images"] >= problem.n)))
-            )  # fmt: skip
+            rows, smallest = 16 // t["images"] * t["tiles_m"], t["tiles_m"] == 1
+            smallest &= t["images"] >= np.minimum(problem.n, max(_IMAGES))
+            few: Mask = (t["images"] < 2 * problem.n) | (t["images"] == 1)
+            return few & ((rows < 2 * height) | smallest)
 
         def narrow(t: Columns) -> Mask:
             columns = ceil_div(width, 8 * t["tiles_n"]) * t["tiles_n"]

@@ -22,7 +22,7 @@ from confpred.problem.conv2d import Problem, dtype_macro, kernel_sizes
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
-_COMPILED = ("block_c", "units", "part", "min_blocks")
+_COMPILED = ("vec", "block_c", "units", "part", "min_blocks")
 _FIELDS = (*_COMPILED, "bands", "splits", "reduction")
 
 
@@ -33,8 +33,10 @@ def _config_table() -> NDArray[np.void]:
         for pair in depthwise.reductions((4, 8, 16, 32, 64, 128))
         if pair[1] != common.ATOMIC
     ]  # fmt: skip
-    rows = crossed((8, 16), (1, 2, 4, 7, 8), (4, 8), (1, 2, 3), (1, 2, 4), reductions)
-    return config_table(_FIELDS, rows[(rows[:, 0] == 8) | (rows[:, 3] == 1)])
+    rows = crossed(
+        large.VECTORS, (8, 16), (1, 2, 4, 7, 8), (4, 8), (1, 2, 3), (1, 2, 4), reductions
+    )
+    return config_table(_FIELDS, rows[(rows[:, 1] == 8) | (rows[:, 4] == 1)])
 
 
 def _rows_met(problem: Problem) -> int:

@@ -37,8 +37,9 @@ FAST = [("fprop", "square"), ("dgrad", "tall"), ("wgrad", "31x31"), ("wgrad", "l
 def test_filters_of_networks_and_edges_are_right(direction: str, words: str) -> None:
     family, rng = CONVOLUTIONS[f"depthwise_large_{direction}"], random.Random(words)
     more = {"fprop": "bias=true residual=true activation=silu", "dgrad": "", "wgrad": "bias=true"}
+    c = {"tall": 12, "wide": 10, "line": 21}.get(words, 24)  # accesses of each width
     problem = Problem.parse(
-        f"c=24 k=24 groups=24 {LAYERS[words]} direction={direction} {more[direction]}"
+        f"c={c} k={c} groups={c} {LAYERS[words]} direction={direction} {more[direction]}"
     )
     inputs = random_inputs(family, problem, 0)
     outputs = [o for o in family.operation.operands(problem) if o.terms]
@@ -47,4 +48,3 @@ def test_filters_of_networks_and_edges_are_right(direction: str, words: str) -> 
     for arch, row in zip(("sm_80", H100.arch), rng.sample(rows, 2), strict=True):
         wrong = outside(outputs, interpret(family, problem, row, inputs, arch), expected)
         assert not wrong, f"{wrong}: {problem} {config_dict(family, row)}"
-
