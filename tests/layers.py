@@ -39,7 +39,7 @@ WINDOWS = (
     (1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11),
     (1, 7), (7, 1), (2, 4), (1, 11), (11, 1),
 )  # fmt: skip
-#: Of the families for large filters, as many.
+#: Those of the families for large filters, as many.
 LARGE_WINDOWS = (
     (13, 13), (31, 31), (5, 51), (51, 5), (1, 51), (12, 9), (29, 17), (51, 51), (64, 3),
     (27, 27), (2, 64),
