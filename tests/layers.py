@@ -67,15 +67,21 @@ def windows(family: Family) -> tuple[tuple[int, int], ...]:
     return LARGE_WINDOWS if family.name.startswith("depthwise_large") else WINDOWS
 
 
+def multiplier(family: Family) -> int:
+    """Return how many output channels an input channel has in layers of `family`, at least."""
+    return 2 if family.name.startswith("depthwise_multiplied") else 1
+
+
 @cache
 def served(family: Family) -> tuple[tuple[str, int], ...]:
     """Return the directions and group widths that `family` has configs for; ``DENSE`` is one of
     them."""
     window = (13, 13) if windows(family) is LARGE_WINDOWS else (3, 3)
+    fixed = {"window": window, "step": (1, 1), "dtype": "float16", "times": multiplier(family)}
     return tuple(
         (direction, width)
         for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
-        if family.legal(_layer(SIZES[0], direction, width, window, (1, 1), "float16"), H100).any()
+        if family.legal(_layer(SIZES[0], direction, width, **fixed), H100).any()
     )
 
 
@@ -91,7 +97,7 @@ def representative(family: Family) -> list[Problem]:
         step, dtype = next(steps), next(dtypes)
         for other in (dtype, *DTYPES):  # the next one where the family lacks this one
             layers = [
-                _layer(size, direction, width, window, step, other, epilogue)
+                _layer(size, direction, width, window, step, other, epilogue, multiplier(family))
                 for size in SIZES
                 if width == DENSE or size[1] % width == 0
             ]
@@ -110,11 +116,12 @@ def _layer(
     step: tuple[int, int],
     dtype: str,
     epilogue: tuple[bool, str, bool] = (False, "none", False),
+    times: int = 1,
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
     return Problem(
-        n=n, c=c, h=side, w=side, k=c, r=window[0], s=window[1], stride=step[0],
+        n=n, c=c, h=side, w=side, k=c * times, r=window[0], s=window[1], stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation, groups=1 if width == DENSE else c // width, dtype=dtype,
         direction=direction,
@@ -149,8 +156,8 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     if windows(family) is LARGE_WINDOWS:
         return _random_large_layer(rng, direction)
     groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
-    multiplier = rng.choice((1, 1, 1, 1, 2, 3))
-    c, k = width * groups, width * groups * multiplier
+    times = max(rng.choice((1, 1, 1, 1, 2, 3)), multiplier(family))
+    c, k = width * groups, width * groups * times
     if width == DENSE:
         groups, (c, k) = 1, (8 * rng.randint(1, MOST_DENSE // 8) for _ in range(2))
     largest = 11 if width == 1 else 7

@@ -14,10 +14,10 @@ LARGE_WINDOWS = ((13, 13), (21, 21), (3, 19), (21, 5), (1, 21))
 
 
 def problems(
-    direction: str, seed: int = 0, windows: Sequence[tuple[int, int]] = WINDOWS
+    direction: str, seed: int = 0, windows: Sequence[tuple[int, int]] = WINDOWS, times: int = 1
 ) -> Iterator[Problem]:
     """Without end: half of them depthwise, with all that a rule or a feature looks at: sizes,
-    `windows`, steps, dtypes, epilogues."""
+    `windows`, steps, dtypes, epilogues. Gradients have `times` as many outputs as inputs."""
     rng = random.Random(f"{direction} {seed}")
     while True:
         depthwise = rng.random() < 0.5
@@ -29,7 +29,7 @@ def problems(
         yield Problem(
             n=rng.choice((1, 2, 3, 8, 32, 100, 256)), c=c,
             h=rng.randint(22, 70) + max(2 * r - 22, 0), w=rng.randint(22, 70) + max(2 * s - 22, 0),
-            k=c * (rng.choice((1, 1, 1, 2)) if depthwise and direction == "fprop" else 1),
+            k=c * (rng.choice((1, 1, 1, 2)) if depthwise and direction == "fprop" else times),
             r=r, s=s, stride=1 if plain else (rng.choice((1, 2)), rng.choice((1, 2))),
             padding=(rng.randint(0, r // 2 + 1), rng.randint(0, s // 2)),
             dilation=1 if plain else rng.choice((1, 2)),

@@ -124,8 +124,9 @@ class DepthwiseLarge(Large):
 
         # Tiles less than twice as large as what they cover, or the smallest.
         def suited(t: Columns) -> Mask:
-            rows, smallest = 16 // t["images"] * t["tiles_m"], t["tiles_m"] == 1
-            smallest &= t["images"] >= np.minimum(problem.n, max(_IMAGES))
+            rows = 16 // t["images"] * t["tiles_m"]
+            most_images = t["images"] >= np.minimum(problem.n, max(_IMAGES))
+            smallest = most_images & (t["tiles_m"] == 1)
             few: Mask = (t["images"] < 2 * problem.n) | (t["images"] == 1)
             return few & ((rows < 2 * height) | smallest)
 

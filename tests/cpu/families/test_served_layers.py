@@ -19,6 +19,7 @@ FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 BANDED = [f"depthwise_banded_{direction}" for direction in DIRECTIONS]
 LARGE = [f"depthwise_large_{direction}" for direction in DIRECTIONS]
+MULTIPLIED = [f"depthwise_multiplied_{direction}" for direction in DIRECTIONS[1:]]
 DEPTHWISE = [f"depthwise_{direction}" for direction in DIRECTIONS]
 GROUPED = ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
 
@@ -83,6 +84,15 @@ TYPICAL = [
         ],
     ),
     (
+        MULTIPLIED,
+        (8, 2, 4),
+        [
+            "n=64 c=64 h=64 w=64 k=128 r=7 s=7 stride=2 padding=3 groups=64",
+            "n=64 c=256 h=16 w=16 k=512 r=3 s=3 stride=2 padding=1 groups=256 dtype=bfloat16",
+            "n=32 c=96 h=56 w=56 k=192 r=2 s=2 stride=2 groups=96",
+        ],
+    ),
+    (
         LARGE,
         (10, 4, 200),
         [
@@ -116,6 +126,11 @@ OTHER = [
             *("groups=32", "k=128", "stride=2", "stride=1x2", "dilation=2", "r=12"),
             *("c=60 k=60 groups=60", "dtype=float32", "h=20000 w=20000"),
         ],
+    ),
+    (
+        MULTIPLIED,
+        "n=2 c=64 h=56 w=56 k=128 r=3 s=3 groups=64",
+        ["k=64", "k=640", "c=128 k=128", "stride=3", "dilation=2", "r=12", "h=20000 w=20000"],
     ),
     (
         LARGE,
