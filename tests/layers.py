@@ -39,6 +39,11 @@ WINDOWS = (
     (1, 1), (3, 3), (5, 5), (7, 7), (9, 9), (11, 11),
     (1, 7), (7, 1), (2, 4), (1, 11), (11, 1),
 )  # fmt: skip
+#: Those of the families for large filters, as many.
+LARGE_WINDOWS = (
+    (13, 13), (31, 31), (5, 51), (51, 5), (1, 51), (12, 9), (29, 17), (51, 51), (64, 3),
+    (27, 27), (2, 64),
+)  # fmt: skip
 VOLUME_WINDOWS = (
     (3, 3, 3), (3, 3, 3), (3, 3, 3), (5, 5, 5), (7, 7, 7), (3, 1, 1), (7, 1, 1), (1, 3, 3),
     (1, 7, 7), (3, 5, 5), (1, 1, 1), (2, 3, 4),
@@ -57,14 +62,26 @@ SIZES = (
 _MOST_FLOPS = 2**27  # of a random layer: the float64 reference of a test takes tens of milliseconds
 
 
+def windows(family: Family) -> tuple[tuple[int, int], ...]:
+    """Return filter sizes of layers that `family` computes."""
+    return LARGE_WINDOWS if family.name.startswith("depthwise_large") else WINDOWS
+
+
+def multiplier(family: Family) -> int:
+    """Return how many output channels an input channel has in layers of `family`, at least."""
+    return 2 if family.name.startswith("depthwise_multiplied") else 1
+
+
 @cache
 def served(family: Family) -> tuple[tuple[str, int], ...]:
     """Return the directions and group widths that `family` has configs for; ``DENSE`` is one of
     them."""
+    window = (13, 13) if windows(family) is LARGE_WINDOWS else (3, 3)
+    fixed = {"window": window, "step": (1, 1), "dtype": "float16", "times": multiplier(family)}
     return tuple(
         (direction, width)
         for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
-        if family.legal(_layer(SIZES[0], direction, width, (3, 3), (1, 1), "float16"), H100).any()
+        if family.legal(_layer(SIZES[0], direction, width, **fixed), H100).any()
     )
 
 
@@ -75,12 +92,12 @@ def representative(family: Family) -> list[Problem]:
     activations = cycle((*ACTIVATIONS, "none"))
     found = []
     rounds = -(-len(WIDTHS) // len(served(family)))  # more for a family of one width
-    for _, (direction, width), window in product(range(rounds), served(family), WINDOWS):
+    for _, (direction, width), window in product(range(rounds), served(family), windows(family)):
         epilogue = (next(flags), next(activations), next(flags))
         step, dtype = next(steps), next(dtypes)
         for other in (dtype, *DTYPES):  # the next one where the family lacks this one
             layers = [
-                _layer(size, direction, width, window, step, other, epilogue)
+                _layer(size, direction, width, window, step, other, epilogue, multiplier(family))
                 for size in SIZES
                 if width == DENSE or size[1] % width == 0
             ]
@@ -99,11 +116,12 @@ def _layer(
     step: tuple[int, int],
     dtype: str,
     epilogue: tuple[bool, str, bool] = (False, "none", False),
+    times: int = 1,
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
     return Problem(
-        n=n, c=c, h=side, w=side, k=c, r=window[0], s=window[1], stride=step[0],
+        n=n, c=c, h=side, w=side, k=c * times, r=window[0], s=window[1], stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation, groups=1 if width == DENSE else c // width, dtype=dtype,
         direction=direction,
@@ -135,9 +153,11 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     legal config: one image, one group, tiles larger than the image, padding larger than the window.
     """
     direction, width = rng.choice(served(family))
+    if windows(family) is LARGE_WINDOWS:
+        return _random_large_layer(rng, direction)
     groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
-    multiplier = rng.choice((1, 1, 1, 1, 2, 3))
-    c, k = width * groups, width * groups * multiplier
+    times = max(rng.choice((1, 1, 1, 1, 2, 3)), multiplier(family))
+    c, k = width * groups, width * groups * times
     if width == DENSE:
         groups, (c, k) = 1, (8 * rng.randint(1, MOST_DENSE // 8) for _ in range(2))
     largest = 11 if width == 1 else 7
@@ -169,6 +189,31 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
             deterministic=rng.random() < 0.5,
         ),
     )
+
+
+def _random_large_layer(rng: random.Random, direction: str) -> Problem:
+    """Return a depthwise layer with a large filter, square or a strip: images smaller than it, more
+    padding than it needs, none."""
+    large = rng.choice((12, 13, 17, 31, 51, rng.randint(12, 64)))
+    small = rng.choice((1, 2, 5, rng.randint(1, 11)))
+    window = rng.choice(((large, large), (large, small), (small, large)))
+    padding = [rng.choice((size // 2, size // 2, rng.randint(0, size))) for size in window]
+    least = [max(1, f - 2 * z) for f, z in zip(window, padding, strict=True)]
+    c = rng.choice((8, 8, 16, 24, 40, 3, 10, 12, 21))
+    return Problem(
+        n=rng.choice((1, 1, 2, 3, 5)), c=c, k=c, groups=c,
+        h=least[0] + rng.choice((0, 1, rng.randint(2, 40))),
+        w=least[1] + rng.choice((0, 1, rng.randint(2, 70))),
+        r=window[0], s=window[1], padding=tuple(min(size, 64) for size in padding),
+        dtype=rng.choice(DTYPES[:2]), direction=direction,
+        **_epilogue(
+            direction,
+            bias=rng.random() < 0.5,
+            activation=rng.choice(ACTIVATIONS),
+            residual=rng.random() < 0.5,
+            deterministic=rng.random() < 0.5,
+        ),
+    )  # fmt: skip
 
 
 def random_legal_layer(

@@ -6,7 +6,7 @@ import random
 
 from convs import random_conv
 from hypothesis import strategies as st
-from layers import DENSE, random_layer, served
+from layers import DENSE, multiplier, random_layer, served
 
 from confpred.families.protocol import Family
 from confpred.problem.conv import ConvNd
@@ -52,15 +52,20 @@ def convs() -> st.SearchStrategy[ConvNd]:
 def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: int = 64) -> Problem:
     """Layers that `family` handles; sides up to `largest`, batch up to `images`."""
     direction, width = draw(st.sampled_from([s for s in served(family) if s[1] != DENSE]))
-    plain = family.name.startswith("depthwise_banded")
+    large = family.name.startswith("depthwise_large")
+    plain = large or family.name.startswith("depthwise_banded")
     eights = plain or family.name.startswith("grouped")
     steps = st.tuples(*(st.just(1) if plain else st.integers(1, 2) for _ in range(2)))
     window = 11 if width == 1 and not family.name.startswith("grouped") else 7
     r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
-    unit = max(8, width) if eights else 1
+    if large:
+        r, s = draw(st.sampled_from(((r, s + 51), (r + 51, s), (r + 20, s + 20))))
+    unit = max(8, width) if eights and not large else 1
     c = unit * draw(st.integers(1, 160 // unit))
-    multiplier = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
+    times = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
     dilation, stride = draw(steps), draw(steps)
+    if multiplier(family) > 1:
+        times, dilation = draw(st.integers(2, 4)), (1, 1)
     padding = draw(st.tuples(st.integers(0, r), st.integers(0, s)))
     least = [
         max(1, d * (size - 1) + 1 - 2 * pad)
@@ -68,7 +73,7 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
     ]
     forward = direction == "fprop"
     return Problem(
-        n=draw(st.integers(1, images)), c=c, k=c * multiplier,
+        n=draw(st.integers(1, images)), c=c, k=c * times,
         h=draw(st.integers(least[0], max(least[0], largest))),
         w=draw(st.integers(least[1], max(least[1], largest))),
         r=r, s=s, stride=stride, padding=padding, dilation=dilation, groups=c // width,

@@ -2,7 +2,7 @@
 how blocks add up the filter's gradient.
 
 They serve layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 along each
-axis, any padding, and any of the dtypes.
+axis, any padding, and any of the dtypes; ``depthwise_large.py`` serves larger windows.
 """
 
 from __future__ import annotations

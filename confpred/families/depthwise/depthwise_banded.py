@@ -198,7 +198,7 @@ _SHARED = (
 )  # fmt: skip
 
 
-def _padding(problem: Problem) -> tuple[int, int]:
+def padding_read(problem: Problem) -> tuple[int, int]:
     """Return the padding of what the kernel reads. It is negative where an input gradient leaves
     the border of the output's gradient unread."""
     p = problem
@@ -209,7 +209,7 @@ def _padding(problem: Problem) -> tuple[int, int]:
 
 def _above(problem: Problem) -> int:
     """Rows of padding above the image that a window meets."""
-    return min(max(_padding(problem)[0], 0), problem.r - 1)
+    return min(max(padding_read(problem)[0], 0), problem.r - 1)
 
 
 class Banded(Shaped):
@@ -275,7 +275,7 @@ class DepthwiseBanded(Banded):
             "n": p.n,
             "c": p.c,
             **common.image_scalars(p),
-            **dict(zip(("pad_h", "pad_w"), _padding(p), strict=True)),
+            **dict(zip(("pad_h", "pad_w"), padding_read(p), strict=True)),
             **common.named(w, "band_rows bands q_tiles c_tiles"),
         }
         return Launch((self._step(defines, w.blocks, w.threads, w.smem_bytes, scalars),))
@@ -318,7 +318,7 @@ class DepthwiseBanded(Banded):
         whole, above = w.bands == 1, problem.each(_above)
         walked = w.band_rows + problem.r - 1 - whole * above
         steps = ceil_div(walked, t["rows"])
-        lowest = in_height + problem.each(_padding)[0] - above
+        lowest = in_height + problem.each(padding_read)[0] - above
         inside = np.where(whole, np.minimum(lowest, walked), walked)
         computed = np.minimum(ceil_div(inside, t["rows"]), steps)
         step_bytes = t["rows"] * w.runs * w.in_x * t["block_c"] * problem.itemsize

@@ -11,7 +11,7 @@ from ptxas import ARCHS, resources
 
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import MAX_REGISTERS
-from confpred.families.depthwise.depthwise_banded import most_registers
+from confpred.families.depthwise import depthwise_banded, depthwise_large
 from confpred.families.table import config_columns
 from confpred.problem.conv2d import Problem
 
@@ -24,12 +24,16 @@ _ROWS = (
 _WINDOWS = ((3, 3, 1), (5, 5, 2), (7, 7, 1), (1, 7, 1), (2, 4, 2), (1, 1, 1))
 _WGRAD = tuple((width, *window) for width, window in product((1, 4, 8, 16, 64), _WINDOWS))
 _BANDED = tuple((1, r, s, 1) for r, s in ((3, 3), (5, 5), (7, 7), (7, 7), (11, 9), (3, 1)))
+_LARGE = tuple(
+    (1, r, s, 1) for r, s in ((13, 13), (31, 31), (27, 27), (51, 5), (5, 51), (51, 51), (1, 51))
+)
 #: Families: layers, the most bytes of stack, and the least and largest ratio of registers to their
 #: estimate.
 KINDS = {
     ("grouped_fprop", "grouped_dgrad"): (_ROWS, 192, 0.5, 1.6),
     ("grouped_wgrad",): (_WGRAD, 48, 0.5, 1.6),
     tuple(f"depthwise_banded_{d}" for d in ("fprop", "dgrad", "wgrad")): (_BANDED, 192, 0.75, 1.25),
+    tuple(f"depthwise_large_{d}" for d in ("fprop", "dgrad", "wgrad")): (_LARGE, 64, 0.75, 1.25),
 }
 
 
@@ -58,7 +62,8 @@ def test_registers_are_near_the_estimate_and_hardly_spill(
         workings = family._workings(ProblemBatch([problem]), family.whole, rows)
         bound = MAX_REGISTERS
         if "min_blocks" in family.configs.dtype.names:
-            bound = most_registers(config_columns(family.configs, rows))[0]
+            module = depthwise_large if "large" in name else depthwise_banded
+            bound = module.most_registers(config_columns(family.configs, rows))[0]
         ratios.append(registers / min(workings.registers[0], bound))
         stacks.append(stack)
     assert max(stacks) <= most_stack

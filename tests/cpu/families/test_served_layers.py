@@ -18,6 +18,8 @@ from confpred.problem.device import Device
 FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 BANDED = [f"depthwise_banded_{direction}" for direction in DIRECTIONS]
+LARGE = [f"depthwise_large_{direction}" for direction in DIRECTIONS]
+MULTIPLIED = [f"depthwise_multiplied_{direction}" for direction in DIRECTIONS[1:]]
 DEPTHWISE = [f"depthwise_{direction}" for direction in DIRECTIONS]
 GROUPED = ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
 
@@ -81,6 +83,26 @@ TYPICAL = [
             "n=32 c=240 h=28 w=28 k=240 r=5 s=5 groups=240 padding=2 dtype=bfloat16",
         ],
     ),
+    (
+        MULTIPLIED,
+        (8, 2, 4),
+        [
+            "n=64 c=64 h=64 w=64 k=128 r=7 s=7 stride=2 padding=3 groups=64",
+            "n=64 c=256 h=16 w=16 k=512 r=3 s=3 stride=2 padding=1 groups=256 dtype=bfloat16",
+            "n=32 c=96 h=56 w=56 k=192 r=2 s=2 stride=2 groups=96",
+        ],
+    ),
+    (
+        LARGE,
+        (10, 4, 200),
+        [
+            "n=8 c=128 h=56 w=56 k=128 r=31 s=31 padding=15 groups=128",
+            "n=32 c=512 h=14 w=14 k=512 r=27 s=27 padding=13 groups=512",
+            "n=64 c=1024 h=7 w=7 k=1024 r=13 s=13 padding=6 groups=1024 dtype=bfloat16",
+            "n=64 c=124 h=56 w=56 k=124 r=51 s=5 padding=25x2 groups=124",
+            "n=64 c=499 h=14 w=14 k=499 r=5 s=47 padding=2x23 groups=499",
+        ],
+    ),
 ]
 #: Layers without a config: families, a layer that they serve, and changes of it.
 OTHER = [
@@ -103,6 +125,19 @@ OTHER = [
         [
             *("groups=32", "k=128", "stride=2", "stride=1x2", "dilation=2", "r=12"),
             *("c=60 k=60 groups=60", "dtype=float32", "h=20000 w=20000"),
+        ],
+    ),
+    (
+        MULTIPLIED,
+        "n=2 c=64 h=56 w=56 k=128 r=3 s=3 groups=64",
+        ["k=64", "k=640", "c=128 k=128", "stride=3", "dilation=2", "r=12", "h=20000 w=20000"],
+    ),
+    (
+        LARGE,
+        "n=2 c=64 h=56 w=56 k=64 r=31 s=5 padding=15x2 groups=64",
+        [
+            *("groups=32", "k=128", "stride=2", "stride=1x2", "dilation=2x1", "r=11 padding=5x2"),
+            "dtype=float32",
         ],
     ),
 ]
@@ -147,7 +182,7 @@ def test_other_layers_have_none(name: str, layer: str, change: str) -> None:
     assert not family.legal(parsed(f"{layer} direction={turned}", family), H100).any()
 
 
-@pytest.mark.parametrize("name", [*GROUPED[:2], *BANDED])
+@pytest.mark.parametrize("name", [*GROUPED[:2], *BANDED, *LARGE])
 @given(data=st.data())
 def test_every_layer_has_a_config(name: str, data: st.DataObject) -> None:
     """Save those whose filter fits neither in registers nor in shared memory."""

@@ -53,7 +53,8 @@ def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: in
 )
 def test_every_activation_is_right(activation: str, name: str) -> None:
     family, groups = FAMILIES[name], {"dense": 1, "depthwise": 16, "grouped": 2}
-    sizes = {"n": 2, "c": 16, "h": 7, "w": 9, "k": 16, "r": 3, "s": 3, "padding": 1}
+    taps = 13 if "large" in name else 3
+    sizes = {"n": 2, "c": 16, "h": 7, "w": 9, "k": 16, "r": taps, "s": taps, "padding": taps // 2}
     problem = Problem(
         **sizes, groups=groups[name.split("_")[0]], activation=activation, bias=True, residual=True
     )

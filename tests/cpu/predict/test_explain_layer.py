@@ -136,10 +136,13 @@ def test_every_feature_of_every_family_has_a_meaning(model):
         "grouped": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=8 padding=1",
         "depthwise": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 groups=64 padding=1",
         "dense": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 padding=1",
+        "depthwise_large": "n=4 c=64 h=14 w=14 k=64 r=13 s=13 groups=64 padding=6",
+        "depthwise_multiplied": "n=4 c=64 h=14 w=14 k=128 r=3 s=3 groups=64 padding=1",
     }
     for name, family in CONVOLUTIONS.items():
         kind, _, direction = name.rpartition("_")
-        problem = Problem.parse(problems[kind.partition("_")[0]] + f" direction={direction}")
+        words = problems.get(kind, problems[kind.partition("_")[0]])
+        problem = Problem.parse(f"{words} direction={direction}")
         rows = np.flatnonzero(family.legal(problem, H100))
         features = family.features(problem, H100, rows)
         changing = np.flatnonzero((features != features[0]).any(axis=0))
