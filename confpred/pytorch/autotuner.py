@@ -33,6 +33,7 @@ from confpred.data.measurements import Measurement, Run
 from confpred.errors import ConfpredError, InvalidInput, ModelError, UnknownDevice
 from confpred.families.registry import introduce
 from confpred.measure.timing import Outcome
+from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.triton.family import Call, Functions, TritonFamily, config_key
@@ -40,8 +41,6 @@ from confpred.triton.problem import KernelCall, joined
 from confpred.triton.source import plain_function, source_of
 
 log = logging.getLogger(__name__)
-#: How many configs a model is asked for: where the first cannot run, the second does.
-_SPARE = 8
 _NEVER = float("inf")
 
 
@@ -155,17 +154,27 @@ class Tuned(Autotuner):
         """Return the configs to time at a new key; a single one that the model chose is not."""
         call = self.call_of({**self.nargs, **kwargs})
         order = self.order(call)
-        if order is None:
-            self._by_trials = True
-        try:
-            configs: list[Any] = super().prune_configs(kwargs)
-        finally:
-            self._by_trials = self._model is None
+        configs = self._without_model(kwargs) if order is None else self._first(order, kwargs)
         self._chosen = order is not None and len(configs) == 1
         self._timed = None
         if self._keep is not None and call is not None and not self._chosen:
             self._timed = call, current_device()
         return configs
+
+    def _without_model(self, kwargs: dict[str, Any]) -> list[Any]:
+        self._by_trials = True
+        try:
+            configs: list[Any] = super().prune_configs(kwargs)
+        finally:
+            self._by_trials = self._model is None
+        return configs
+
+    def _first(self, order: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the first configs of the model's order that the author's function leaves."""
+        if self.early_config_prune is not None:
+            left = self.early_config_prune(self.configs, self.nargs, **kwargs)
+            order = [config for config in order if config in left] or left
+        return order[: self._top_k]
 
     def _bench(self, *args: Any, config: Any, **meta: Any) -> Any:
         return [0.0] * 3 if self._chosen else super()._bench(*args, config=config, **meta)
@@ -198,12 +207,14 @@ class Tuned(Autotuner):
         if call is None or (predictor := self._predictor) is None:
             return None
         device = current_device()
-        if (call, device) not in self._orders:
-            found = self._predicted(predictor, call, device)
-            if found is None:
-                return None
-            self._orders[call, device] = found
-        return [c for c in self._orders[call, device] if c not in self._broken] or None
+        found = self._left(self._orders.get((call, device), ()))
+        if not found:
+            self._orders[call, device] = self._predicted(predictor, call, device)
+            found = self._left(self._orders[call, device])
+        return found or None
+
+    def _left(self, configs: Sequence[Any]) -> list[Any]:
+        return [config for config in configs if config not in self._broken]
 
     def place(self, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return the place of a config in the model's order for a call, counted from 0; behind all
@@ -280,17 +291,17 @@ class Tuned(Autotuner):
             return None
         return predictor
 
-    def _predicted(
-        self, predictor: Predictor, call: KernelCall, device: Device
-    ) -> list[Any] | None:
-        count = max(self._top_k, min(_SPARE, len(self.family.configs)))
+    def _predicted(self, predictor: Predictor, call: KernelCall, device: Device) -> list[Any]:
+        """Return as many of the first choices as are to be timed, beside those that the GPU
+        refuses; none where the model is of something else, which is logged."""
+        count = min(self._top_k + len(self._broken), MAX_TOP)
         choices = [c for c in predictor.rank(call, device, count) if c.family == self.family.name]
         if not choices or choices[0].source == "heuristic":
             self._say(f"its model knows no such call as {call}")
-            return None
+            return []
         if choices[0].source == "transferred" and not self._transfer:
             self._say(f"its model is of {choices[0].donor}: transfer=True takes it on {device.key}")
-            return None
+            return []
         return [self._of_row(c.candidate.config_id) for c in choices]
 
     def _of_row(self, row: int) -> Any:

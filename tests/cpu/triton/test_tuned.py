@@ -68,7 +68,7 @@ def test_the_first_three_are_timed_and_kept(model: str, tmp_path: Path) -> None:
     program = """
 kernel = tuned(top_k=3, pre_hook=tuned_kernels.remember, name="adding")(adding.fn)
 add(torch.randn(450), torch.ones(450), kernel)
-assert len(tried) == 3 and len(kernel.order(kernel.call_of({"size": 450}))) >= 3
+assert len(tried) == 3
 times = {made_up_ms(450, t["BLOCK"], t["num_warps"]) for t in tried}
 assert made_up_ms(450, *launched(kernel)) == min(times)
 assert len(kernel.warmup(torch.randn(450), torch.ones(450), 450, grid=(1,))) == 3
@@ -93,7 +93,8 @@ def test_the_next_config_runs_where_the_gpu_refuses_one(model: str) -> None:
     """A stand-in for the kernel refuses one, as a GPU does whose shared memory is too small."""
     program = """
 from triton.runtime.errors import OutOfResources
-first, second = adding.order(adding.call_of({"size": 450, "x": torch.ones(1)}))[:2]
+two = tuned(top_k=2, name="adding")(adding.fn)
+first, second = two.order(two.call_of({"size": 450, "x": torch.ones(1)}))
 run = adding.fn.run
 def refusing(*args, **kwargs):
     if kwargs["BLOCK"] == first.kwargs["BLOCK"] and kwargs["num_warps"] == first.num_warps:
