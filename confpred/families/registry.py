@@ -64,6 +64,20 @@ def families_in(module: str) -> Sequence[Family]:
     return list(dict.fromkeys(family for family in kernels if isinstance(family, Family)))
 
 
+def plug_in(module: str) -> Sequence[Family]:
+    """Make the families of a module known, as if the environment variable named it; in processes
+    that this one starts, too. Returns them.
+
+    Raises:
+        InvalidInput: as of `all_families`.
+    """
+    named = list(filter(None, os.environ.get(PLUGINS, "").split(",")))
+    os.environ[PLUGINS] = ",".join(dict.fromkeys([*named, module]))
+    _forget()
+    names = [family.name for family in families_in(module)]
+    return [all_families()[name] for name in names]
+
+
 def introduce(family: Family) -> None:
     """Make a family known in this process that no module lists, as of a Triton kernel that is
     called; one that is known already stays.
@@ -74,10 +88,14 @@ def introduce(family: Family) -> None:
     known = all_families().get(family.name)
     if known is None:
         _introduced[family.name] = family
-        for found in (all_families, all_operations, family_named, config_of, config_ids):
-            found.cache_clear()
+        _forget()
     elif not np.array_equal(known.configs, family.configs):
         raise InvalidInput("name", family.name, "a name that no other kernel has")
+
+
+def _forget() -> None:
+    for found in (all_families, all_operations, family_named, config_of, config_ids):
+        found.cache_clear()
 
 
 @cache

@@ -249,8 +249,11 @@ class Tuned(Autotuner):
                 config.pre_hook({**named, **meta})
             return self.fn.run(*args, **{**kwargs, **meta})
 
+        def compiled(row: int) -> None:
+            self.fn.run(*args, **{**kwargs, **self._of_row(row).all_kwargs(), "warmup": True})
+
         tensors = {n: named[n] for n in self.arg_names if isinstance(named.get(n), torch.Tensor)}
-        return Call(launch, tensors)
+        return Call(launch, compiled, tensors)
 
     @contextmanager
     def _capture(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:

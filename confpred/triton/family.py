@@ -40,10 +40,12 @@ class Call:
 
     Attributes:
         launch: launches the config of a row of the table once, and returns what Triton compiled.
+        compile: compiles it into Triton's cache.
         tensors: PyTorch's tensors of the call, by argument.
     """
 
     launch: Callable[[int], Any]
+    compile: Callable[[int], object]
     tensors: Mapping[str, Any]
 
 
