@@ -12,9 +12,9 @@ from confpred.data.measurements import Measurement, Run
 from confpred.data.parquet import write_rows
 from confpred.measure.timing import Outcome
 from confpred.problem.device import get_device
-from confpred.triton.family import TritonFamily
 from confpred.triton.problem import KernelCall
 from confpred.triton.source import Source
+from confpred.triton.triton_family import TritonFamily
 
 DEVICE = get_device("h100")
 CONFIGS = [

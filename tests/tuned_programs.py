@@ -1,4 +1,4 @@
-"""What programs with the kernels of ``tuned_kernels.py`` need, and one that leaves measurements."""
+"""Needs of programs with the kernels of ``tuned_kernels.py``; one that leaves measurements."""
 
 from __future__ import annotations
 

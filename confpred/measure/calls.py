@@ -19,7 +19,7 @@ from confpred.errors import first_line
 from confpred.measure.kernels import HOPELESS_FACTOR, HOPELESS_SECONDS, Report
 from confpred.measure.pytorch import Evictor, TorchGraph
 from confpred.measure.timing import Outcome, Timing, launches_a_replay, time_interleaved
-from confpred.triton.family import Call, TritonFamily
+from confpred.triton.triton_family import Call, TritonFamily
 
 #: Largest relative error of an output in the 2-norm, against another config's: both round sums in
 #: float32, of other orders, to the dtype. Integers must be equal.

@@ -21,7 +21,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Operation, Step
 from confpred.problem.record import Record
-from confpred.triton.family import TritonFamily
+from confpred.triton.triton_family import TritonFamily
 
 _MEMBERS = (
     "name", "operation", "configs", "feature_names", "legal", "estimate_s", "features", "launch",

@@ -36,9 +36,9 @@ from confpred.measure.timing import Outcome
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
-from confpred.triton.family import Call, Functions, TritonFamily, config_key
 from confpred.triton.problem import KernelCall, joined
 from confpred.triton.source import plain_function, source_of
+from confpred.triton.triton_family import Call, Functions, TritonFamily, config_key
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")

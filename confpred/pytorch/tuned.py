@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confpred.errors import MissingExtra
-from confpred.triton.family import Functions
+from confpred.triton.triton_family import Functions
 
 if TYPE_CHECKING:
     from confpred.pytorch.autotuner import Tuned
@@ -36,13 +36,13 @@ def tuned(
 
     Args:
         configs, key, prune_configs_by, reset_to_zero, restore_value: as of ``triton.autotune``. The
-            values of `key` must be integers or truth values, or no model is asked. Of
-            `prune_configs_by` the ``perf_model`` and ``top_k`` count only where no model does.
+            values of `key` must be integers or truth values, or no model is asked. The members
+            ``perf_model`` and ``top_k`` of `prune_configs_by` count only where no model does.
         model: folder of a model for this kernel, or of several, one a GPU model; a relative one
             lies beside the file of the kernel.
         top_k: how many of the first predicted configs to time at a new shape; 1 times none.
-        transfer: whether to take a model of another GPU model, or of another version of Triton. One
-            of another kernel source is never taken.
+        transfer: whether to take a model of another GPU model, or of another version of Triton. A
+            model of another kernel source is never taken.
         keep: folder of measurements for ``confpred train``, which gets what is timed at new shapes.
         example: calls the kernel once, given the values of `key` and ``dtype`` by name; for
             ``confpred sample``.

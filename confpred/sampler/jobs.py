@@ -20,7 +20,7 @@ from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import HEURISTICS, Task, Unit
 from confpred.sampler.worker import Done, Failed, Worker
-from confpred.triton.family import TritonFamily
+from confpred.triton.triton_family import TritonFamily
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"

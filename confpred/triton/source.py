@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a kernel's source says.
+    """A kernel's source.
 
     Attributes:
         digest: of the kernel and of all that it calls or reads: 16 hex digits.

@@ -12,7 +12,7 @@ import torch
 from shared import python, python_says
 
 from confpred.measure.calls import check_calls, relative_error
-from confpred.triton.family import Call
+from confpred.triton.triton_family import Call
 
 TESTS = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")

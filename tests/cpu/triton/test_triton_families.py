@@ -13,8 +13,8 @@ from shared import python_says
 from confpred.errors import InvalidInput
 from confpred.families.protocol import config_dict
 from confpred.measure.contract import check_family
-from confpred.triton.family import TritonFamily, axes_of, axis_of
 from confpred.triton.source import Source, source_of
+from confpred.triton.triton_family import TritonFamily, axes_of, axis_of
 
 NO_LOOPS = Source("1" * 16, frozenset())
 SCALE = 2
@@ -118,7 +118,7 @@ from made_up_kernel import CONFIGS, FAMILY
 from confpred.errors import InvalidInput
 from confpred.families.registry import all_families, introduce, operation_named
 from confpred.predict.predictor import Predictor
-from confpred.triton.family import TritonFamily
+from confpred.triton.triton_family import TritonFamily
 from confpred.triton.source import Source
 assert "product" not in all_families()
 introduce(FAMILY)
