@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,15 @@ def current_device() -> Device:
     Raises:
         MissingExtra: it is in no table, and cuda.core is not installed, which asks the driver.
     """
+    return _described(torch.cuda.current_device())
+
+
+@cache
+def _described(ordinal: int) -> Device:
     try:
-        return get_device(torch.cuda.get_device_name())
+        return get_device(torch.cuda.get_device_name(ordinal))
     except UnknownDevice:
-        return driver.device_of(torch.cuda.current_device())
+        return driver.device_of(ordinal)
 
 
 class Tuned(Autotuner):
@@ -101,7 +106,7 @@ class Tuned(Autotuner):
     @property
     def perf_model(self) -> Any:
         """The places of configs in the model's order; without a model the author's function."""
-        if self._by_trials or self._predictor is None:
+        if self._by_trials or not self._is_answered:
             return self._authors_model
         return self._places
 
@@ -112,13 +117,25 @@ class Tuned(Autotuner):
     @property
     def configs_top_k(self) -> Any:
         """How many configs are left where `perf_model` orders them."""
-        if self._by_trials or self._predictor is None:
+        if self._by_trials or not self._is_answered:
             return self._authors_top_k
         return self._top_k
 
     @configs_top_k.setter
     def configs_top_k(self, count: Any) -> None:
         self._authors_top_k = count
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the model answers for the current GPU."""
+        if (predictor := self._predictor) is None:
+            return False
+        device = current_device()
+        if device.key in predictor.models or self._transfer:
+            return True
+        donors = " and ".join(predictor.models)
+        self._say(f"its model is of {donors}: transfer=True takes it on {device.key}")
+        return False
 
     @cached_property
     def family(self) -> TritonFamily:
@@ -182,7 +199,7 @@ class Tuned(Autotuner):
     def _reset_after_trials(self, kwargs: dict[str, Any], reset_only: bool = False) -> None:
         """Reset tensors between trials; where there are none, they are as the caller has them."""
         if not (reset_only and self._chosen):
-            self._reset(kwargs, reset_only) if reset_only else self._reset(kwargs)
+            self._reset(kwargs, **({"reset_only": True} if reset_only else {}))
 
     def call_of(self, arguments: Mapping[str, Any]) -> KernelCall | None:
         """Return the problem that a call with these arguments by name is; None where its key is of
@@ -204,7 +221,7 @@ class Tuned(Autotuner):
         if self._model is None:
             self._say("it has no model")
             return None
-        if call is None or (predictor := self._predictor) is None:
+        if call is None or not self._is_answered or (predictor := self._predictor) is None:
             return None
         device = current_device()
         found = self._left(self._orders.get((call, device), ()))
@@ -301,9 +318,6 @@ class Tuned(Autotuner):
         choices = [c for c in predictor.rank(call, device, count) if c.family == self.family.name]
         if not choices or choices[0].source == "heuristic":
             self._say(f"its model knows no such call as {call}")
-            return []
-        if choices[0].source == "transferred" and not self._transfer:
-            self._say(f"its model is of {choices[0].donor}: transfer=True takes it on {device.key}")
             return []
         return [self._of_row(c.candidate.config_id) for c in choices]
 

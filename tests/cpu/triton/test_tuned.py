@@ -149,6 +149,7 @@ def test_the_compiler_of_pytorch_takes_the_chosen_config(model: str) -> None:
     program = """
 import os
 import torch.utils._triton
+from confpred.problem.device import get_device
 import triton
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 torch.utils._triton.has_triton = lambda: True
@@ -177,5 +178,7 @@ assert expected[0] != expected[1], expected
 found = configs_for(kernel, 450, 1000)
 assert found == expected, (found, expected)  # the second size is a symbol, and made constant
 assert len(configs_for(tuned(model=None)(plain), 450)[0]) == 16
+tuned_kernels.autotuner.current_device = lambda: get_device("h200")
+assert len(configs_for(tuned(name="adding")(plain), 450)[0]) == 16
 """
     with_model(program, model)
