@@ -37,7 +37,7 @@ def test_the_blocks_are_those_of_the_example(repository: Path) -> None:
     decorated, called, added = blocks(repository, "python")
     assert decorated in example
     assert called in example
-    assert added.startswith("features={")
+    assert added.startswith("features = {")
 
 
 @pytest.mark.slow(reason="a model of made-up measurements is trained and judged")
