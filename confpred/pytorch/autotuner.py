@@ -30,7 +30,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from confpred._version import __version__
 from confpred.cuda import driver
 from confpred.data.measurements import Measurement, Run
-from confpred.errors import ConfpredError, InvalidInput, ModelError, UnknownDevice
+from confpred.errors import ConfpredError, InvalidInput, ModelError, UnknownDevice, first_line
 from confpred.families.registry import introduce
 from confpred.measure.timing import Outcome
 from confpred.predict.choice import MAX_TOP
@@ -128,14 +128,21 @@ class Tuned(Autotuner):
     @property
     def _is_answered(self) -> bool:
         """Whether the model answers for the current GPU."""
-        if (predictor := self._predictor) is None:
+        if (predictor := self._predictor) is None or (device := self._device()) is None:
             return False
-        device = current_device()
         if device.key in predictor.models or self._transfer:
             return True
         donors = " and ".join(predictor.models)
         self._say(f"its model is of {donors}: transfer=True takes it on {device.key}")
         return False
+
+    def _device(self) -> Device | None:
+        """Return the current GPU; None where there is none that can be described."""
+        try:
+            return current_device()
+        except (AssertionError, ConfpredError, RuntimeError) as error:
+            self._say(f"its GPU cannot be described ({first_line(error)})")
+            return None
 
     @cached_property
     def family(self) -> TritonFamily:
@@ -175,7 +182,8 @@ class Tuned(Autotuner):
         self._chosen = order is not None and len(configs) == 1
         self._timed = None
         if self._keep is not None and call is not None and not self._chosen:
-            self._timed = call, current_device()
+            device = self._device()
+            self._timed = None if device is None else (call, device)
         return configs
 
     def _without_model(self, kwargs: dict[str, Any]) -> list[Any]:

@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 5750, "confpred": 24794, "confpred/cli": 1881, "confpred/client": 754,
+    "benchmarks": 5750, "confpred": 24800, "confpred/cli": 1881, "confpred/client": 754,
     "confpred/cuda": 721, "confpred/cudnn": 515, "confpred/data": 583, "confpred/families": 3718,
     "confpred/launch": 192, "confpred/measure": 883, "confpred/model": 1173,
     "confpred/predict": 928, "confpred/problem": 1785, "confpred/products": 425,
-    "confpred/pytorch": 5602, "confpred/report": 844, "confpred/retraining": 948,
+    "confpred/pytorch": 5608, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1402, "confpred/training": 1717, "confpred/triton": 306,
-    "datasets": 4255, "examples": 550, "service": 3487, "tests": 33677,
+    "datasets": 4255, "examples": 550, "service": 3487, "tests": 33688,
 }  # fmt: skip
 MODULES = 186  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

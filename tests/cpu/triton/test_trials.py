@@ -25,6 +25,19 @@ def test_trials_are_tritons_and_kept_and_said_once(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("rows-*.parquet")]) == 12
 
 
+def test_where_no_gpu_can_be_described_nothing_is_kept(tmp_path: Path) -> None:
+    program = """
+import tuned_kernels
+tuned_kernels.autotuner.current_device = lambda: tuned_kernels.autotuner._described(0)
+x, out = torch.randn(40), torch.zeros(40)
+add(x, out)
+assert len(tried) == 16
+"""
+    told = says(program, TUNED_KEEP=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert "adding is tuned as by triton.autotune: its GPU cannot be described" in told
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_key_that_no_model_describes_is_tuned_by_trials() -> None:
     program = """
 add(torch.randn(64), torch.ones(64))
