@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from confpred.pytorch.status import Status as Status
     from confpred.pytorch.status import status as status
     from confpred.pytorch.status import verbose as verbose
+    from confpred.pytorch.tuned import tuned as tuned
 
 _WHERE = {
     "Choice": "confpred.predict.choice",
@@ -62,6 +63,7 @@ _WHERE = {
     "record_plan": "confpred.pytorch.plan",
     "revert": "confpred.pytorch.network",
     "status": "confpred.pytorch.status",
+    "tuned": "confpred.pytorch.tuned",
     "use_plan": "confpred.pytorch.run.choosing",
     "use_predictor": "confpred.pytorch.run.choosing",
     "verbose": "confpred.pytorch.status",

@@ -25,7 +25,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "cpu/model": (2100, 0), "cpu/predict": (5700, 0), "cpu/problem": (1500, 0),
     "cpu/products": (2100, 1900), "cpu/project": (5000, 83700), "cpu/pytorch": (12800, 61500),
     "cpu/report": (1500, 0), "cpu/retraining": (3600, 19200), "cpu/sampler": (6200, 13700),
-    "cpu/service": (21300, 33300), "cpu/training": (1900, 3400),
+    "cpu/service": (21300, 33300), "cpu/training": (1900, 3400), "cpu/triton": (4500, 26000),
 }  # fmt: skip
 _KINDS = {"not slow": (0,), "slow": (1,), "": (0, 1)}  # of these two, by `-m`
 _EACH = 25  # tests; so often the loop is timed

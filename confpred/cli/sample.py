@@ -10,6 +10,7 @@ import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +28,15 @@ from confpred.cli.arguments import (
     pytorch_option,
     timeout_option,
 )
-from confpred.data.suites import Suite, join, read_suite
+from confpred.data.suites import Suite, join, read_shapes, read_suite
 from confpred.errors import ConfpredError, InvalidInput, MissingExtra
-from confpred.families.registry import families_in, families_of, operation_of
+from confpred.families.registry import (
+    all_families,
+    families_in,
+    families_of,
+    operation_of,
+    plug_in,
+)
 from confpred.problem.device import get_device
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS
 
@@ -49,14 +56,15 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @click.command("sample")
+@click.argument("kernel", required=False)
 @click.option(
     "--suite",
     "suite_files",
     type=FILE,
-    required=True,
     multiple=True,
     help="Problem suite (JSON); may be repeated.",
 )
+@click.option("--shapes", type=FILE, help="Calls of KERNEL: a JSON list of objects of its key.")
 @click.option(
     "--out",
     type=NEW_MEASUREMENTS,
@@ -152,7 +160,9 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @timeout_option
 @click.option("--submit", metavar="URL", help="Send the measurements to this service as they come.")
 def sample(
+    kernel: str | None,
     suite_files: tuple[Path, ...],
+    shapes: Path | None,
     out: Folder,
     gpus: str,
     part: str,
@@ -176,6 +186,7 @@ def sample(
     submit: str | None,
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs, or on those of a Ray cluster.
+    KERNEL is a Triton kernel under `confpred.tuned`, such as mine.py:kernel; give --shapes with it.
 
     Rows that the output folder holds are not measured again, so the same command resumes a run.
     Ctrl-C ends a run after the problems in flight, and a second one at once.
@@ -192,7 +203,13 @@ def sample(
     check_files({"archive": archive}, force=False)
     if archive is not None and compile_device is None:
         raise InvalidInput("archive", str(archive), "a file of what --compile has compiled")
-    suite = join([read_suite(file) for file in suite_files])
+    if kernel is not None and shapes is not None and not suite_files:
+        family = kernel_at(kernel)
+        suite, families = read_shapes(shapes, family.operation), (family.name,)
+    elif kernel is None and shapes is None and suite_files:
+        suite = join([read_suite(file) for file in suite_files])
+    else:
+        raise InvalidInput("suite", None, "--suite FILE, or KERNEL --shapes FILE")
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
     known = families_of(suite.entries[0].problem)
@@ -248,6 +265,29 @@ def sample(
         stack.enter_context(submitting(submit, out))
         code = sample_and_report(suite, out, found, settings)
     sys.exit(code)
+
+
+def kernel_at(place: str) -> Family:
+    """Return the family of a kernel such as ``mine.py:kernel``, known from now on in this process
+    and in those that it starts.
+
+    Raises:
+        InvalidInput: there is no such file, or no kernel under `confpred.tuned` of that name in it.
+    """
+    name, _, attribute = place.rpartition(":")
+    file = Path(name)
+    if file.suffix != ".py" or not file.is_file():
+        raise InvalidInput("kernel", place, "a file and a kernel in it, such as mine.py:kernel")
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    paths = filter(None, [folder, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    plug_in(file.stem)
+    found = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
+    if found is None:
+        allowed = f"a kernel of {name} under confpred.tuned"
+        raise InvalidInput("kernel", attribute, allowed)
+    return all_families()[found.name]
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:

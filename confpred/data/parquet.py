@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -180,6 +180,11 @@ def write(table: pa.Table, path: File, *, replace: bool = True) -> None:
         path.write_bytes(content.getvalue(), new=not replace)
         return
     write_whole(path, fill, replace=replace)
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], operation: Operation, path: File) -> None:
+    """Write rows of `Measurement.to_row` to `path`; raises as `write`."""
+    write(pa.Table.from_pylist(list(rows), schema(operation)), path)
 
 
 #: The column that says where a row comes from; see `CheckedRows`.

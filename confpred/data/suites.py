@@ -19,8 +19,9 @@ from typing import Any
 
 from confpred.errors import DataError, InvalidInput, placed
 from confpred.families.registry import all_operations, operation_of
-from confpred.files import read_json, write_whole
+from confpred.files import raising, read_json, write_whole
 from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 FORMAT = "confpred-suite/1"
@@ -71,6 +72,27 @@ def read_suite(path: Path) -> Suite:
         raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
     kind = all_operations()[operation].problem
     return Suite(name, tuple(_entry(path, i, fields, kind) for i, fields in enumerate(problems)))
+
+
+def read_shapes(path: Path, operation: Operation) -> Suite:
+    """Return the calls of a kernel in the file at `path`, a JSON list of objects of fields. Each
+    call is a network of its own, so that a model is judged on sizes that it has not seen.
+
+    Raises:
+        DataError: the file cannot be read, is no such list, or holds no or too many calls.
+        InvalidProblem: a call's field is not allowed; the error names file, index and field.
+    """
+    with raising(DataError, f"read {path}"):
+        content = path.read_bytes()
+    try:
+        shapes = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(shapes, list) or not 1 <= len(shapes) <= MAX_PROBLEMS:
+        raise DataError(f"{path} must hold a list of 1 to {MAX_PROBLEMS} objects")
+    entries = (_entry(path, i, fields, operation.problem) for i, fields in enumerate(shapes))
+    calls = (entry.problem for entry in entries)
+    return Suite(path.stem, tuple(Entry(call, (str(call.layer()),)) for call in calls))
 
 
 def join(suites: Sequence[Suite]) -> Suite:

@@ -2,7 +2,8 @@
 libraries, and those of the modules elsewhere that the environment variable ``CONFPRED_FAMILIES``
 names, separated by commas.
 
-A module defines ``FAMILY``, or ``FAMILIES`` if it has several.
+A module defines ``FAMILY``, or ``FAMILIES`` if it has several. In one that defines neither, the
+Triton kernels under ``confpred.tuned`` are families.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 import confpred.families
 from confpred.errors import InvalidInput
@@ -44,15 +47,55 @@ _ON_REQUEST = ("cudnn", "cudnn_nd", "im2col")
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 
 
+#: Families that no module in the environment variable lists; see `introduce`.
+_introduced: dict[str, Family] = {}
+
+
 def families_in(module: str) -> Sequence[Family]:
-    """Return the families of an importable module; none if it has neither name.
+    """Return the families of an importable module; none if it has none.
 
     Raises:
         ImportError: it cannot be imported.
     """
     found = importlib.import_module(module)
-    one = (found.FAMILY,) if hasattr(found, "FAMILY") else ()
-    return getattr(found, "FAMILIES", one)
+    if hasattr(found, "FAMILIES") or hasattr(found, "FAMILY"):
+        return getattr(found, "FAMILIES", None) or (found.FAMILY,)
+    kernels = (getattr(value, "family", None) for value in vars(found).values())
+    return list(dict.fromkeys(family for family in kernels if isinstance(family, Family)))
+
+
+def plug_in(module: str) -> Sequence[Family]:
+    """Make the families of a module known, as if the environment variable named it; in processes
+    that this one starts, too. Returns them.
+
+    Raises:
+        InvalidInput: as of `all_families`.
+    """
+    named = list(filter(None, os.environ.get(PLUGINS, "").split(",")))
+    os.environ[PLUGINS] = ",".join(dict.fromkeys([*named, module]))
+    _forget()
+    names = [family.name for family in families_in(module)]
+    return [all_families()[name] for name in names]
+
+
+def introduce(family: Family) -> None:
+    """Make a family known in this process that no module lists, as of a Triton kernel that is
+    called; one that is known already stays.
+
+    Raises:
+        InvalidInput: another family has its name.
+    """
+    known = all_families().get(family.name)
+    if known is None:
+        _introduced[family.name] = family
+        _forget()
+    elif not np.array_equal(known.configs, family.configs):
+        raise InvalidInput("name", family.name, "a name that no other kernel has")
+
+
+def _forget() -> None:
+    for found in (all_families, all_operations, family_named, config_of, config_ids):
+        found.cache_clear()
 
 
 @cache
@@ -80,7 +123,7 @@ def all_families() -> MappingProxyType[str, Family]:
                 allowed = "a module whose FAMILY is a kernel family of a new name"
                 raise InvalidInput(PLUGINS, module, allowed)
             found[family.name] = family
-    return MappingProxyType(found)
+    return MappingProxyType(found | {n: f for n, f in _introduced.items() if n not in found})
 
 
 @cache

@@ -21,6 +21,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Operation, Step
 from confpred.problem.record import Record
+from confpred.triton.triton_family import TritonFamily
 
 _MEMBERS = (
     "name", "operation", "configs", "feature_names", "legal", "estimate_s", "features", "launch",
@@ -108,6 +109,8 @@ def check_family(
         skipped.append(f"no kernel was compiled: {error}")
     if ordinal is None:
         skipped.append("no config was run: this machine has no such GPU")
+    elif isinstance(family, TritonFamily):
+        skipped.append("no config was run: confpred sample runs a Triton kernel's")
     elif not breaches:
         from confpred.measure.kernels import check
 

@@ -144,7 +144,7 @@ class Launch:
         program: where a library multiplies matrices, `steps` with these products between them, in
             stream order; empty where there are none.
         file: the CUDA source that stands for the launch where it is not that of the first step, as
-            of a family some of whose launches need no kernel.
+            of a family some of whose launches need no kernel; of a Triton kernel its identity.
         error: largest relative error of an output in the 2-norm, where the way of computing it is
             less exact than sums in float32 that are rounded once; None where it is not.
     """

@@ -20,6 +20,7 @@ from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import HEURISTICS, Task, Unit
 from confpred.sampler.worker import Done, Failed, Worker
+from confpred.triton.triton_family import TritonFamily
 
 #: Import paths of the two job functions.
 COMPILE = f"{__name__}:compile_job"
@@ -67,6 +68,10 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
         operation = operation_of(task.problem)
         return [measure_pytorch(operation, task.problem, mode=task.cudnn_mode, **where)]
     family = all_families()[task.provider]
+    if isinstance(family, TritonFamily):
+        from confpred.measure.calls import measure_calls  # needs Triton, which may be absent
+
+        return measure_calls(task.problem, family, task.config_ids, report=report, **where)
     return measure(task.problem, family, task.config_ids, report=report, **where)
 
 

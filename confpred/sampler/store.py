@@ -12,12 +12,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from confpred.data.measurements import Measurement, problem_of_row
-from confpred.data.parquet import problem_columns, read_shards, schema, write
+from confpred.data.parquet import problem_columns, read_shards, write_rows
 from confpred.data.remote import Folder, Lease, RemoteFolder
 from confpred.errors import FolderBusy, StorageError
 from confpred.families.protocol import PYTORCH
@@ -137,8 +136,8 @@ class Store:
             self._lease.renew()
         for kind, rows in (("rows", self._rows), ("anchors", self._anchors)):
             if rows:
-                table = pa.Table.from_pylist([r.to_row() for r in rows], schema(self._operation))
-                write(table, self.folder / f"{kind}-{self._run_id}-{self._shards:05d}.parquet")
+                path = self.folder / f"{kind}-{self._run_id}-{self._shards:05d}.parquet"
+                write_rows([r.to_row() for r in rows], self._operation, path)
                 self._shards += 1
                 rows.clear()
         self._failing_since = None

@@ -15,7 +15,13 @@ from confpred.data.suites import Suite
 from confpred.errors import DataError, InvalidInput, placed
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Family, LibraryFamily, Rows
-from confpred.families.registry import all_families, config_ids, families_of, kernels_of
+from confpred.families.registry import (
+    all_families,
+    config_ids,
+    families_of,
+    kernels_of,
+    operation_of,
+)
 from confpred.files import read_json
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
@@ -175,7 +181,8 @@ def plan(
         for family in families_of(problem).values():
             if family.name in named and (rows := _choose(family, problem, device, choosing)):
                 tasks += left_of(task_of(problem, networks[problem], family, rows), measured)
-        for mode in choosing.cudnn_modes if choosing.pytorch else ():
+        has_call = operation_of(problem).operands(problem)  # or PyTorch has no call for it
+        for mode in choosing.cudnn_modes if choosing.pytorch and has_call else ():
             task = pytorch_task(problem, networks[problem], mode)
             timed = measured.get(task.key, frozenset())
             if mode not in timed and not (mode == BENCHMARK and "" in timed):  # rows of old

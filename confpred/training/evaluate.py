@@ -443,7 +443,8 @@ def _raw_features(t: Timings) -> NDArray[np.float64]:
     for field in fields(t.problem):
         value = getattr(t.problem, field.name)
         if field.name in t.problem.CHOICES:
-            sizes.append(t.problem.CHOICES[field.name].index(value))
+            choices = t.problem.CHOICES[field.name]
+            sizes.append(choices.index(value) if value in choices else len(choices))
         else:
             sizes += value if field.name in t.problem.TUPLES else (value,)
     configs = all_families()[t.family].configs[t.rows]

@@ -89,7 +89,7 @@ FORBIDDEN = (
     ("predict.predictor", "torch"), ("cli.learn", "confpred.sampler.run"),
     ("data.measurements", "confpred.cuda.driver"), ("predict.predictor", "lightgbm"),
     ("families.late", "pandas"), ("predict.predictor", "fastapi"), ("predict.predictor", "httpx"),
-    ("pytorch.run.choosing", "confpred.pytorch.rewrite"),
+    ("pytorch.run.choosing", "confpred.pytorch.rewrite"), ("predict.predictor", "triton"),
 )  # fmt: skip
 
 

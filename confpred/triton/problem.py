@@ -1,0 +1,115 @@
+"""The problems of a Triton kernel: the arguments that its configs are chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, make_dataclass, replace
+from functools import cache
+from itertools import combinations
+from math import prod
+from typing import Any, ClassVar
+
+from confpred.errors import InvalidInput, InvalidProblem
+from confpred.problem.record import ITEMSIZES, Record
+
+#: Dtypes of tensors, and the bytes of an element.
+SIZES: Mapping[str, int] = {
+    **ITEMSIZES,
+    "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1,
+}  # fmt: skip
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall(Record):
+    """A call of a Triton kernel. `call_record` adds a field for each name of the kernel's key, an
+    integer or a truth value as 0 or 1, and the field ``dtype``: of all tensors, or where they
+    differ of each tensor in the order of the arguments, with commas between them.
+
+    Attributes:
+        KERNEL, KEY: the kernel's name, and the names of its key.
+    """
+
+    KERNEL: ClassVar[str] = ""
+    KEY: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def _checked(cls, name: str, value: object) -> object:
+        if name != "dtype":
+            return super(KernelCall, cls)._checked(name, value)
+        if not isinstance(value, str) or not set(value.split(",")) <= SIZES.keys():
+            raise InvalidProblem(name, value, f"{' or '.join(SIZES)}, or several with commas")
+        return value
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of the tensors, or the one that all have."""
+        return tuple(self.dtype.split(","))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the largest element."""
+        return max(SIZES[dtype] for dtype in self.dtypes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The integers of the key; flags that are 0 count as 1."""
+        return tuple(max(getattr(self, name), 1) for name in self.KEY)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """A scale for times, not a bound, as nobody says which sizes a tensor has: every tensor has
+        all sizes but one, as those of a matrix product do; or both of two."""
+        rank = min(len(self.sizes), max(2, len(self.sizes) - 1))
+        return self.itemsize * sum(map(prod, combinations(self.sizes, rank)))
+
+    @property
+    def flops(self) -> int:
+        """A scale for times: those of a matrix product of these sizes."""
+        return 2 * prod(self.sizes)
+
+    def layer(self) -> KernelCall:
+        """Return the sizes; calls with other dtypes are held out with them."""
+        return replace(self, dtype="float16")  # type: ignore[call-arg]
+
+    def __reduce__(self) -> Any:
+        values = tuple(getattr(self, name) for name in self._fields())
+        return _restored, (self.KERNEL, self.KEY, values)
+
+
+@cache
+def _record(kernel: str, key: tuple[str, ...]) -> type[KernelCall]:
+    for name in key:
+        if hasattr(KernelCall, name) or name == "dtype":
+            raise InvalidInput("key", name, "a name that no problem has: rename the argument")
+    members = {
+        "KERNEL": kernel,
+        "KEY": key,
+        "LIMITS": dict.fromkeys(key, (0, _MOST)),
+        "CHOICES": {"dtype": tuple(SIZES)},
+        "__doc__": f"A call of {kernel}.",
+    }
+    fields: list[Any] = [*((name, "int") for name in key), ("dtype", "str", "float16")]
+    made: Any = make_dataclass(
+        f"{kernel}_call", fields, bases=(KernelCall,), namespace=members, frozen=True, slots=True
+    )
+    return made  # type: ignore[no-any-return]
+
+
+def call_record(kernel: str, key: Sequence[str]) -> type[KernelCall]:
+    """Return the record of the calls of a kernel with this key; the same one at each call.
+
+    Raises:
+        InvalidInput: a name of the key cannot be a field of a problem.
+    """
+    return _record(kernel, tuple(key))
+
+
+def _restored(kernel: str, key: tuple[str, ...], values: tuple[Any, ...]) -> KernelCall:
+    return _record(kernel, key)(*values)
+
+
+def joined(dtypes: Sequence[str]) -> str:
+    """Return the dtypes of tensors, in order, as the field ``dtype`` has them."""
+    return dtypes[0] if len(set(dtypes)) == 1 else ",".join(dtypes)

@@ -1,0 +1,66 @@
+"""Records of calls: made from the key's names, checked, read, and sent to other processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from confpred.data.measurements import problem_of_row
+from confpred.errors import InvalidInput, InvalidProblem
+from confpred.problem.device import get_device
+from confpred.triton.problem import call_record, joined
+
+CALL = call_record("product", ("M", "N", "K"))
+
+
+def test_one_kernel_and_key_have_one_record() -> None:
+    assert call_record("product", ["M", "N", "K"]) is CALL
+    assert call_record("other", ("M", "N", "K")) is not CALL
+    assert call_record("product", ("M", "K", "N")) is not CALL
+
+
+def test_a_call_is_read_as_any_problem_is() -> None:
+    call = CALL(M=1, N=2**31 - 1, K=0)
+    assert call == CALL.parse(str(call)) == CALL.from_json(call.to_json())
+    assert str(CALL.parse("M=1 N=2 K=3 dtype=bf16")) == "M=1 N=2 K=3 dtype=bfloat16"
+    assert problem_of_row(call.to_json(), CALL) == call
+    assert pickle.loads(pickle.dumps(call)) == call  # noqa: S301 -- of this test
+    assert type(pickle.loads(pickle.dumps(call))) is CALL  # noqa: S301
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("M=1 N=2", "K is missing"),
+        ("M=-1 N=2 K=3", "M=-1 is not allowed"),
+        ("M=1 N=2 K=3 dtype=float17", "dtype='float17' is not allowed"),
+        ("M=1 N=2 K=3 dtype=int8,half", "dtype='int8,half' is not allowed"),
+        ("M=1 N=2 K=3 L=4", "a field"),
+    ],
+)
+def test_what_is_no_call_is_refused(words: str, said: str) -> None:
+    with pytest.raises(InvalidProblem, match=said):
+        CALL.from_json({**CALL.parse(words).to_json()})
+
+
+@pytest.mark.parametrize("name", ["dtype", "flops", "layer"])
+def test_a_key_may_not_hide_a_member(name: str) -> None:
+    with pytest.raises(InvalidInput, match="rename the argument"):
+        call_record("product", (name,))
+
+
+def test_tensors_of_several_dtypes_are_told_in_order() -> None:
+    assert joined(["float16", "float16"]) == "float16"
+    mixed = CALL(M=8, N=8, K=8, dtype=joined(["float16", "float32", "int8"]))
+    assert (mixed.dtypes, mixed.itemsize) == (("float16", "float32", "int8"), 4)
+    assert mixed.layer() == CALL(M=8, N=8, K=8)
+
+
+def test_the_scale_is_that_of_a_product_or_of_a_matrix() -> None:
+    call = CALL(M=2, N=3, K=5)
+    assert (call.flops, call.minimum_bytes) == (2 * 30, 2 * (6 + 10 + 15))
+    norm = call_record("norm", ("rows", "columns"))(rows=4, columns=8, dtype="float32")
+    assert norm.minimum_bytes == 4 * 32
+    assert call_record("fill", ("size",))(size=16).minimum_bytes == 2 * 16
+    assert get_device("h100").roofline_s(CALL(M=0, N=0, K=0)) > 0

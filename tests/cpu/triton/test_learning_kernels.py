@@ -1,0 +1,70 @@
+"""From measurements of a Triton kernel to a model and its choices, as for any family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import made_up_kernel
+import pytest
+from shared import once_a_run, python_says
+
+KNOWN = {
+    "CONFPRED_FAMILIES": "made_up_kernel",
+    "PYTHONPATH": str(Path(made_up_kernel.__file__).parent),
+}
+TRAIN = """
+import sys
+from pathlib import Path
+from synthetic import SMALL
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
+if __name__ == "__main__":
+    print(train(read_dataset([Path(sys.argv[1])]), Path(sys.argv[2]), hyper=SMALL).geomean)
+"""
+CHOOSE = """
+import sys
+import numpy as np
+from made_up_kernel import FAMILY, calls, true_ms
+from confpred import Predictor
+predictor, regret = Predictor.load(sys.argv[1]), []
+for call in calls(20, seed=9):
+    choice = predictor.choose(call, "h100")
+    assert (choice.source, choice.family) == ("predicted", "product"), choice
+    regret.append(true_ms(call)[choice.config_id] / true_ms(call).min())
+known = calls(1)[0]
+assert predictor.choose(known, "h100").source == "measured"
+(entry,) = predictor.models["h100"].card.families.values()
+assert entry.source_digests == [FAMILY.source] == [entry.source]
+print(np.exp(np.mean(np.log(regret))))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of made-up measurements."""
+
+    def make(folder: Path) -> None:
+        write = "import sys, made_up_kernel; made_up_kernel.write_measurements(sys.argv[1])"
+        python_says("-c", write, folder / "product.parquet", **KNOWN)
+
+    return once_a_run(tmp_path_factory, "kernel-measurements", make) / "product.parquet"
+
+
+@pytest.mark.slow(reason="it trains a model, in processes of its own")
+def test_a_model_learns_a_kernel_and_chooses_for_calls_that_nobody_measured(
+    measured: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "fit.py").write_text(TRAIN)
+    held_out = python_says(tmp_path / "fit.py", measured, tmp_path / "product-1", **KNOWN)
+    assert float(held_out.split()[-1]) < 1.08
+    assert float(python_says("-c", CHOOSE, tmp_path / "product-1", **KNOWN)) < 1.08
+    words = ("-m", "confpred", "predict", "--operation", "product", "--device", "h100")
+    layer = ("--layer", "M=100 N=2000 K=300 dtype=bfloat16", "--model", tmp_path / "product-1")
+    assert "BLOCK_M=" in python_says(*words, *layer, **KNOWN)
+
+
+@pytest.mark.slow(reason="it cross-validates, in processes of its own")
+def test_evaluation_has_its_table(measured: Path) -> None:
+    told = python_says("-m", "confpred", "evaluate", measured, **KNOWN)
+    assert "product: time of the choice / time of the best config" in told
+    assert all(name in told for name in ("model", "fixed config", "random"))
