@@ -102,8 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth_wgrad(
     // Fragments are turned: a lane names a pixel, and eight of them a matrix. For the gradient, each second eight name the
     // next 8 channels; for the input, each second eight name the next 8 pixels, and the upper half of the lanes the next unit.
     const int grad_pixel = lane % 8 + lane / 16 * 8, in_pixel = lane % 16;
-    const u32 grad_from = TILE_BYTES + (warp_g * K_TILES + warp_k * WARP_K) * 32 + lane / 8 % 2 * 16;
-    u32 unit_from[WARP_U];  // those past the last unit compute what is never stored
+    const u32 grad_from = TILE_BYTES + warp_g * K_TILES * 32 + lane / 8 % 2 * 16;
+    // Tiles and units past the last one compute it again, and are not stored.
+    u32 unit_from[WARP_U];
 #pragma unroll
     for (int i = 0; i < WARP_U; ++i) {
         const int unit = min(warp_u * WARP_U + i, UNITS - 1), tap = unit / PIECES;
@@ -125,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth_wgrad(
             u32 a[WARP_K][4];
 #pragma unroll
             for (int t = 0; t < WARP_K; ++t) {
-                const int inside = WARPS_K * WARP_K == K_TILES ? t : min(t, K_TILES - 1 - warp_k * WARP_K);
-                load_transposed_x4(a[t], stage + grad_from + (m + grad_pixel) * GRAD_BYTES + max(inside, -warp_k * WARP_K) * 32);
+                const int tile = min(warp_k * WARP_K + t, K_TILES - 1);
+                load_transposed_x4(a[t], stage + grad_from + (m + grad_pixel) * GRAD_BYTES + tile * 32);
                 if (sums_bias) mma_k16(bias[t], a[t], one, one);
             }
             const u32 in_at = stage + In::first(m + in_pixel) * PIXEL_BYTES;
