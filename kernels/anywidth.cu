@@ -49,10 +49,11 @@ constexpr int K_BLOCKS = ceil_div(OUT_PIECES, BLOCK_K / 8);
 constexpr int N_TILES = ceil_div(OUT_PIECES, K_BLOCKS);                 // of a block's group
 constexpr int WARP_N = ceil_div(N_TILES, WARPS_K);
 constexpr int M_TILES = ceil_div(PIXELS, 16), WARP_M = ceil_div(M_TILES, WARPS_M);
-constexpr int IN_VECTOR = vector_of(GIN), OUT_VECTOR = vector_of(GOUT);
+constexpr int IN_VECTOR = vector_of(GIN), OUT_VECTOR = vector_of(GOUT);  // channels that are copied at once
+constexpr int IN_VECTORS = PIECES * 8 / IN_VECTOR, OUT_VECTORS = N_TILES * 8 / OUT_VECTOR;  // of a block's group
 
 constexpr int GROUP_WARPS = WARPS_M * WARPS_K;
-constexpr int THREADS = 32 * BLOCK_G * GROUP_WARPS;
+constexpr int WARPS = BLOCK_G * GROUP_WARPS, THREADS = 32 * WARPS;
 // Odd numbers of pieces of 16 bytes: ldmatrix meets no bank twice.
 constexpr int PIXEL_BYTES = 16 * (BLOCK_G * PIECES | 1);
 constexpr int OUT_BYTES = 16 * (BLOCK_G * N_TILES | 1);  // of a pixel
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     const u32 stages = shared_address(shared);
     const u32 kept_filter = stages + STAGES * STAGE_BYTES;  // of one pass
 
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_g = warp / GROUP_WARPS, warp_m = warp / WARPS_K % WARPS_M, warp_k = warp % WARPS_K;
     const int part = blockIdx.x % (K_BLOCKS * group_blocks);
     const int k0 = part % K_BLOCKS * N_TILES * 8;  // within each group
@@ -128,25 +129,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     };
 
     const auto load_filter = [&](u32 to, int c0) {
-        if (!DGRAD) {
-            constexpr int VECTORS = PIECES * 8 / IN_VECTOR;
-            for (int e = tid; e < BLOCK_G * ROWS * R * S * VECTORS; e += THREADS) {
-                const int channel = e % VECTORS * IN_VECTOR, tap = e / VECTORS % (R * S), row = e / (VECTORS * R * S);
-                const int g = row / ROWS, k = k0 + row % ROWS;
-                const bool valid = g0 + g < groups && k < GOUT && c0 + channel < GIN;
-                const i64 offset = (static_cast<i64>((g0 + g) * GOUT + k) * (R * S) + tap) * GIN + c0 + channel;
-                copy_channels<IN_VECTOR>(to + row * ROW_BYTES + tap * TAP_BYTES + 2 * channel, valid ? filter + offset : filter, valid);
-            }
-        } else {
-            constexpr int VECTORS = N_TILES * 8 / OUT_VECTOR;
-            for (int e = tid; e < BLOCK_G * ROWS * VECTORS; e += THREADS) {
-                const int channel = e % VECTORS * OUT_VECTOR, row = e / VECTORS;
-                const int g = row / ROWS, tap = row % ROWS / (PIECES * 8), c = c0 + row % (PIECES * 8);
-                const bool valid = g0 + g < groups && c < GIN && k0 + channel < GOUT;
-                const i64 offset = (static_cast<i64>((g0 + g) * GIN + c) * (R * S) + tap) * GOUT + k0 + channel;
-                copy_channels<OUT_VECTOR>(to + row * ROW_BYTES + 2 * channel, valid ? filter + offset : filter, valid);
-            }
-        }
+        const auto copy = [&](int at, i64 element, bool inside) {
+            copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
+        };
+        if (DGRAD)
+            visit_tile<BLOCK_G * ROWS, 1, OUT_VECTORS, 2 * OUT_VECTOR, 0, ROW_BYTES, WARPS>(
+                [&](int, int vector) { return k0 + vector * OUT_VECTOR < GOUT ? k0 + vector * OUT_VECTOR : -1; },
+                [&](int r) -> i64 {
+                    const int g = g0 + r / ROWS, tap = r % ROWS / (PIECES * 8), c = c0 + r % (PIECES * 8);
+                    return g < groups && c < GIN ? (static_cast<i64>(g * GIN + c) * (R * S) + tap) * GOUT : -1;
+                },
+                copy);
+        else
+            visit_tile<BLOCK_G * ROWS, R * S, IN_VECTORS, 2 * IN_VECTOR, TAP_BYTES, ROW_BYTES, WARPS>(
+                [&](int tap, int vector) {
+                    const int channel = c0 + vector * IN_VECTOR;
+                    return channel < GIN ? tap * GIN + channel : -1;
+                },
+                [&](int r) -> i64 {
+                    const int g = g0 + r / ROWS, k = k0 + r % ROWS;
+                    return g < groups && k < GOUT ? static_cast<i64>(g * GOUT + k) * (R * S * GIN) : -1;
+                },
+                copy);
     };
     const auto load_step = [&](int step, int slot) {
         const int c0 = step % PASSES * PIECES * 8;
@@ -154,15 +158,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         const int y0 = at.p0 * DOWN_H * in_step_h + lattice_of(HALVED_H, R, STEP_H, pad_h, at.parity_h).origin;
         const int x0 = at.q0 * DOWN_W * in_step_w + lattice_of(HALVED_W, S, STEP_W, pad_w, at.parity_w).origin;
         const u32 to = stages + slot * STAGE_BYTES;
-        constexpr int VECTORS = PIECES * 8 / IN_VECTOR;
-        for (int e = tid; e < In::COUNT * BLOCK_G * VECTORS; e += THREADS) {
-            const int channel = e % VECTORS * IN_VECTOR, g = e / VECTORS % BLOCK_G, pixel = e / (VECTORS * BLOCK_G);
-            const int image = at.n0 + pixel / (In::H * In::W);
-            const int y = y0 + pixel / In::W % In::H * in_step_h, x = x0 + In::column(pixel % In::W) * in_step_w;
-            const bool valid = c0 + channel < GIN && g0 + g < groups && image < n && y >= 0 && y < h && x >= 0 && x < w;
-            const u16* const from = in + (static_cast<i64>(image) * h * w + y * w + x) * in_channels + (g0 + g) * GIN + c0 + channel;
-            copy_channels<IN_VECTOR>(to + pixel * PIXEL_BYTES + g * PIECES * 16 + 2 * channel, valid ? from : in, valid);
-        }
+        const auto column = [&](int place, int vector) {
+            const int x = x0 + In::column(place) * in_step_w, g = vector / IN_VECTORS, channel = c0 + vector % IN_VECTORS * IN_VECTOR;
+            const bool valid = x >= 0 && x < w && g0 + g < groups && channel < GIN;
+            return valid ? x * in_channels + (g0 + g) * GIN + channel : -1;
+        };
+        const auto row = [&](int r) -> i64 {
+            const int image = at.n0 + r / In::H, y = y0 + r % In::H * in_step_h;
+            return image < n && y >= 0 && y < h ? (static_cast<i64>(image) * h + y) * w * in_channels : -1;
+        };
+        visit_tile<BLOCK_N * In::H, In::W, BLOCK_G * IN_VECTORS, 2 * IN_VECTOR, PIXEL_BYTES, In::W * PIXEL_BYTES, WARPS>(
+            column, row, [&](int at, i64 element, bool inside) {
+                copy_channels<IN_VECTOR>(to + at, inside ? in + element : in, inside);
+            });
         if (PASSES > 1) load_filter(to + TILE_BYTES, c0);
     };
 
@@ -188,35 +196,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     const u32 filter_from = warp_g * ROWS * ROW_BYTES +
                             (DGRAD ? lane % 8 * ROW_BYTES + (warp_channel + lane / 16 * 8) * 2
                                    : (warp_channel + lane % 8 + lane / 16 * 8) * ROW_BYTES);
-#if HAS_BIAS
-    float bias_regs[WARP_N][2];
-#pragma unroll
-    for (int nt = 0; nt < WARP_N; ++nt)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int k = k0 + warp_channel + nt * 8 + fragment_column + e;
-            const bool valid = k < GOUT && g0 + warp_g < groups;
-            bias_regs[nt][e] = valid ? to_float(bias[(g0 + warp_g) * GOUT + k]) : 0.0f;
-        }
-#endif
 
-    // Where position m of a tile lies in `out`, counted in pixels; negative outside of it.
-    const auto out_pixel = [&](const Place& at, int m) -> i64 {
-        const int image = at.n0 + image_of(m);
-        const int y = (at.p0 + row_of(m)) * (HALVED_H ? 2 : 1) + at.parity_h;
-        const int x = (at.q0 + column_of(m)) * (HALVED_W ? 2 : 1) + at.parity_w;
-        return image < n && y < p && x < q ? static_cast<i64>(image) * p * q + y * q + x : -1;
+    // Calls `visit` with where each of this thread's vectors of a tile of `out` lies in shared memory, and which element
+    // it is.
+    const auto visit_out = [&](const Place& at, auto visit) {
+        const auto column = [&](int position, int vector) {
+            const int x = (at.q0 + position) * (HALVED_W ? 2 : 1) + at.parity_w;
+            const int g = vector / OUT_VECTORS, channel = k0 + vector % OUT_VECTORS * OUT_VECTOR;
+            return x < q && g0 + g < groups && channel < GOUT ? x * out_channels + (g0 + g) * GOUT + channel : -1;
+        };
+        const auto row = [&](int r) -> i64 {
+            const int image = at.n0 + r / BLOCK_P, y = (at.p0 + r % BLOCK_P) * (HALVED_H ? 2 : 1) + at.parity_h;
+            return image < n && y < p ? (static_cast<i64>(image) * p + y) * q * out_channels : -1;
+        };
+        visit_tile<BLOCK_N * BLOCK_P, BLOCK_Q, BLOCK_G * OUT_VECTORS, 2 * OUT_VECTOR, OUT_BYTES, BLOCK_Q * OUT_BYTES, WARPS>(
+            column, row, [&](int at, i64 element, bool inside) {
+                if (inside) visit(out_shared + at, element);
+            });
     };
 
     float acc[WARP_M][WARP_N][4];
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
         __syncthreads();
+        const Place at = place_of(first_tile + step / PASSES);
+        const bool is_last = step % PASSES == PASSES - 1;
+#if HAS_RESIDUAL
+        // It comes where the result will lie, while the last pass is computed.
+        if (is_last)
+            visit_out(at, [&](u8* to, i64 from) { copy_channels<OUT_VECTOR>(shared_address(to), residual + from, true); });
+        copy_async_commit();
+#endif
         if (STAGES > 1) {
             if (step + STAGES - 1 < steps) load_step(step + STAGES - 1, (step + STAGES - 1) % STAGES);
             copy_async_commit();
         }
-        const Place at = place_of(first_tile + step / PASSES);
         if (step % PASSES == 0)
 #pragma unroll
             for (int t = 0; t < WARP_M; ++t)
@@ -244,8 +258,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
                 if (HALVED_W && u >= pieces) break;
                 const bool pair = u + 1 < TAPS_W * PIECES;                    // known to the compiler
                 const bool both = pair && (!HALVED_W || u + 1 < pieces);  // and for this lattice
-                const u32 in_at = in_row + (second_in && both ? in_piece(u + 1) : in_piece(u));
-                const u32 filter_at = filter_row + (second_filter && both ? filter_piece(u + 1) : filter_piece(u));
+                // There are few distances of two neighbours: registers have these, and the rest of an address is constant.
+                const u32 in_at = in_row + in_piece(u) + (second_in && both ? in_piece(u + 1) - in_piece(u) : 0);
+                const u32 filter_at = filter_row + filter_piece(u) + (second_filter && both ? filter_piece(u + 1) - filter_piece(u) : 0);
                 u32 a[WARP_M][4];
 #pragma unroll
                 for (int t = 0; t < WARP_M; ++t) load_matrix_x4(a[t], in_from[t] + in_at);
@@ -276,45 +291,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
                 }
             }
         }
-        if (step % PASSES != PASSES - 1) continue;
+        if (!is_last) continue;
 
-#pragma unroll
-        for (int t = 0; t < WARP_M; ++t)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int m = (warp_m * WARP_M + t) * 16 + fragment_row + 8 * half;
-                if (m >= PIXELS) continue;
 #if HAS_RESIDUAL
-                const i64 pixel = g0 + warp_g < groups ? out_pixel(at, m) : -1;
+        copy_async_wait<(STAGES > 1 ? 1 : 0)>();  // all but what was asked for later
+        __syncthreads();
 #endif
 #pragma unroll
-                for (int nt = 0; nt < WARP_N; ++nt) {
-                    if (WARPS_K * WARP_N != N_TILES && warp_k * WARP_N + nt >= N_TILES) break;
-                    const int channel = warp_channel + nt * 8 + fragment_column;
-                    float x[2] = {acc[t][nt][2 * half], acc[t][nt][2 * half + 1]};
+        for (int nt = 0; nt < WARP_N; ++nt) {
+            if (WARPS_K * WARP_N != N_TILES && warp_k * WARP_N + nt >= N_TILES) break;
+            const int channel = warp_channel + nt * 8 + fragment_column;
+            float bias_of[2] = {};
+#if HAS_BIAS
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (k0 + channel + e < GOUT && g0 + warp_g < groups)
+                    bias_of[e] = to_float(bias[(g0 + warp_g) * GOUT + k0 + channel + e]);
+#endif
+#pragma unroll
+            for (int t = 0; t < WARP_M; ++t)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int m = (warp_m * WARP_M + t) * 16 + fragment_row + 8 * half;
+                    if (m >= PIXELS) continue;
+                    u32* const to = reinterpret_cast<u32*>(out_shared + m * OUT_BYTES + warp_g * N_TILES * 16 + 2 * channel);
+                    const u32 added = HAS_RESIDUAL ? *to : 0;
+                    float x[2];
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-#if HAS_BIAS
-                        x[e] += bias_regs[nt][e];
-#endif
-#if HAS_RESIDUAL
-                        // Before the only rounding.
-                        if (pixel >= 0 && k0 + channel + e < GOUT)
-                            x[e] += to_float(residual[pixel * out_channels + (g0 + warp_g) * GOUT + k0 + channel + e]);
-#endif
+                        x[e] = acc[t][nt][2 * half + e] + bias_of[e];
+                        if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(added >> 16 * e));  // before the only rounding
                         x[e] = activate<ACTIVATION>(x[e]);
                     }
-                    *reinterpret_cast<u32*>(out_shared + m * OUT_BYTES + warp_g * N_TILES * 16 + 2 * channel) = pack(x[0], x[1]);
+                    *to = pack(x[0], x[1]);
                 }
-            }
-        __syncthreads();
-        constexpr int VECTORS = N_TILES * 8 / OUT_VECTOR;
-        for (int e = tid; e < PIXELS * BLOCK_G * VECTORS; e += THREADS) {
-            const int channel = e % VECTORS * OUT_VECTOR, g = e / VECTORS % BLOCK_G, m = e / (VECTORS * BLOCK_G);
-            const i64 pixel = out_pixel(at, m);
-            if (pixel >= 0 && g0 + g < groups && k0 + channel < GOUT)
-                *reinterpret_cast<Channels<OUT_VECTOR>*>(out + pixel * out_channels + (g0 + g) * GOUT + k0 + channel) =
-                    *reinterpret_cast<const Channels<OUT_VECTOR>*>(out_shared + m * OUT_BYTES + g * N_TILES * 16 + 2 * channel);
         }
+        __syncthreads();
+        visit_out(at, [&](u8* from, i64 to) {
+            *reinterpret_cast<Channels<OUT_VECTOR>*>(out + to) = *reinterpret_cast<const Channels<OUT_VECTOR>*>(from);
+        });
     }
 }

@@ -71,3 +71,32 @@ struct InputTile {
         return (image_of(m) * H + row_of(m) * DOWN_H) * W + column_of(m);
     }
 };
+
+// Visits a tile in device memory vector by vector: ROWS rows of COLUMNS pixels of VECTORS vectors of BYTES bytes each. The
+// block's warps share the rows, and a warp's lanes the vectors of a row, or of several short ones. What depends on the
+// column is worked out once.
+//
+//   column(x, vector), row(r)    elements from the start of the row, and of the tensor; negative outside of it
+//   visit(at, element, inside)   `at`: bytes from the start of the tile in shared memory, PITCH from pixel to pixel and
+//                                ROW_PITCH from row to row
+template <int ROWS, int COLUMNS, int VECTORS, int BYTES, int PITCH, int ROW_PITCH, int WARPS, class Column, class Row, class Visit>
+__device__ __forceinline__ void visit_tile(Column column, Row row, Visit visit) {
+    constexpr int ITEMS = COLUMNS * VECTORS, EACH = (ITEMS + 31) / 32;  // of a row, and those of a lane
+    constexpr int AT_ONCE = ITEMS > 16 ? 1 : 32 / ITEMS;                // rows of a warp
+    const int lane = threadIdx.x % 32, first = AT_ONCE > 1 ? lane % ITEMS : lane;
+    int from[EACH], to[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int item = first + 32 * i, x = item / VECTORS;
+        from[i] = item < ITEMS ? column(x, item % VECTORS) : -1;
+        to[i] = x * PITCH + item % VECTORS * BYTES;
+    }
+    if (AT_ONCE > 1 && lane >= AT_ONCE * ITEMS) return;
+    for (int r = threadIdx.x / 32 * AT_ONCE + (AT_ONCE > 1 ? lane / ITEMS : 0); r < ROWS; r += WARPS * AT_ONCE) {
+        const i64 start = row(r);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (32 * (i + 1) <= ITEMS || first + 32 * i < ITEMS)
+                visit(r * ROW_PITCH + to[i], start + from[i], start >= 0 && from[i] >= 0);
+    }
+}

@@ -37,10 +37,11 @@ constexpr int PIECES = ceil_div(IN_PIECES, C_BLOCKS);          // of a block's g
 constexpr int K_TILES = ceil_div(OUT_PIECES, 2 * K_BLOCKS);    // of 16 channels
 constexpr int UNITS = R * S * PIECES;
 constexpr int WARP_K = ceil_div(K_TILES, WARPS_K), WARP_U = ceil_div(UNITS, WARPS_U);
-constexpr int IN_VECTOR = vector_of(GIN), OUT_VECTOR = vector_of(GOUT);
+constexpr int IN_VECTOR = vector_of(GIN), OUT_VECTOR = vector_of(GOUT);  // channels that are copied at once
+constexpr int IN_VECTORS = PIECES * 8 / IN_VECTOR, OUT_VECTORS = K_TILES * 16 / OUT_VECTOR;  // of a block's group
 
 constexpr int GROUP_WARPS = WARPS_K * WARPS_U;
-constexpr int THREADS = 32 * BLOCK_G * GROUP_WARPS;
+constexpr int WARPS = BLOCK_G * GROUP_WARPS, THREADS = 32 * WARPS;
 // Odd numbers of pieces of 16 bytes: ldmatrix meets no bank twice.
 constexpr int PIXEL_BYTES = 16 * (BLOCK_G * PIECES | 1), GRAD_BYTES = 16 * (BLOCK_G * K_TILES * 2 | 1);
 constexpr int TILE_BYTES = In::COUNT * PIXEL_BYTES;
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth_wgrad(
     extern __shared__ __align__(16) u8 shared[];
     const u32 stages = shared_address(shared);
 
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_g = warp / GROUP_WARPS, warp_k = warp / WARPS_U % WARPS_K, warp_u = warp % WARPS_U;
     const int part = blockIdx.x % (K_BLOCKS * C_BLOCKS * group_blocks), split = blockIdx.x / (K_BLOCKS * C_BLOCKS * group_blocks);
     const int c0 = part % C_BLOCKS * PIECES * 8, k0 = part / C_BLOCKS % K_BLOCKS * K_TILES * 16;  // within each group
@@ -76,22 +77,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth_wgrad(
         const int p0 = tile % p_tiles * BLOCK_P, n0 = tile / p_tiles * BLOCK_N;
         const int y0 = p0 * DOWN_H * in_step_h - pad_h, x0 = q0 * DOWN_W * in_step_w - pad_w;
         const u32 to = stages + slot * STAGE_BYTES;
-        constexpr int IN_VECTORS = PIECES * 8 / IN_VECTOR, GRAD_VECTORS = K_TILES * 16 / OUT_VECTOR;
-        for (int e = tid; e < In::COUNT * BLOCK_G * IN_VECTORS; e += THREADS) {
-            const int channel = e % IN_VECTORS * IN_VECTOR, g = e / IN_VECTORS % BLOCK_G, pixel = e / (IN_VECTORS * BLOCK_G);
-            const int image = n0 + pixel / (In::H * In::W);
-            const int y = y0 + pixel / In::W % In::H * in_step_h, x = x0 + In::column(pixel % In::W) * in_step_w;
-            const bool valid = c0 + channel < GIN && g0 + g < groups && image < n && y >= 0 && y < h && x >= 0 && x < w;
-            const u16* const from = in + (static_cast<i64>(image) * h * w + y * w + x) * in_channels + (g0 + g) * GIN + c0 + channel;
-            copy_channels<IN_VECTOR>(to + pixel * PIXEL_BYTES + g * PIECES * 16 + 2 * channel, valid ? from : in, valid);
-        }
-        for (int e = tid; e < PIXELS * BLOCK_G * GRAD_VECTORS; e += THREADS) {
-            const int channel = e % GRAD_VECTORS * OUT_VECTOR, g = e / GRAD_VECTORS % BLOCK_G, m = e / (GRAD_VECTORS * BLOCK_G);
-            const int image = n0 + image_of(m), y = p0 + row_of(m), x = q0 + column_of(m);
-            const bool valid = k0 + channel < GOUT && g0 + g < groups && image < n && y < p && x < q;
-            const u16* const from = out_grad + (static_cast<i64>(image) * p * q + y * q + x) * out_channels + (g0 + g) * GOUT + k0 + channel;
-            copy_channels<OUT_VECTOR>(to + TILE_BYTES + m * GRAD_BYTES + g * K_TILES * 32 + 2 * channel, valid ? from : out_grad, valid);
-        }
+        const auto in_column = [&](int place, int vector) {
+            const int x = x0 + In::column(place) * in_step_w, g = vector / IN_VECTORS, channel = c0 + vector % IN_VECTORS * IN_VECTOR;
+            const bool valid = x >= 0 && x < w && g0 + g < groups && channel < GIN;
+            return valid ? x * in_channels + (g0 + g) * GIN + channel : -1;
+        };
+        const auto in_row = [&](int r) -> i64 {
+            const int image = n0 + r / In::H, y = y0 + r % In::H * in_step_h;
+            return image < n && y >= 0 && y < h ? (static_cast<i64>(image) * h + y) * w * in_channels : -1;
+        };
+        visit_tile<BLOCK_N * In::H, In::W, BLOCK_G * IN_VECTORS, 2 * IN_VECTOR, PIXEL_BYTES, In::W * PIXEL_BYTES, WARPS>(
+            in_column, in_row, [&](int at, i64 element, bool inside) {
+                copy_channels<IN_VECTOR>(to + at, inside ? in + element : in, inside);
+            });
+        const auto grad_column = [&](int position, int vector) {
+            const int x = q0 + position, g = vector / OUT_VECTORS, channel = k0 + vector % OUT_VECTORS * OUT_VECTOR;
+            return x < q && g0 + g < groups && channel < GOUT ? x * out_channels + (g0 + g) * GOUT + channel : -1;
+        };
+        const auto grad_row = [&](int r) -> i64 {
+            const int image = n0 + r / BLOCK_P, y = p0 + r % BLOCK_P;
+            return image < n && y < p ? (static_cast<i64>(image) * p + y) * q * out_channels : -1;
+        };
+        visit_tile<BLOCK_N * BLOCK_P, BLOCK_Q, BLOCK_G * OUT_VECTORS, 2 * OUT_VECTOR, GRAD_BYTES, BLOCK_Q * GRAD_BYTES, WARPS>(
+            grad_column, grad_row, [&](int at, i64 element, bool inside) {
+                copy_channels<OUT_VECTOR>(to + TILE_BYTES + at, inside ? out_grad + element : out_grad, inside);
+            });
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {

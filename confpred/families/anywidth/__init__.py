@@ -9,15 +9,24 @@ Layers that `confpred.families.grouped` serves are left to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from confpred.families import grouped
-from confpred.families.protocol import Array, Mask
+from confpred.families.protocol import Array, Floats, Mask
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 
 MIN_WIDTH, MAX_WIDTH = 2, 512
 MAX_WINDOW = 7
 MAX_STRIDE = 2
 MAX_DILATION = 4
+#: Vectors of a row of a tile, at most: a lane keeps where those of its part lie in registers.
+MOST_ROW_VECTORS = 32 * 16
+#: Shared memory of a block, at most, for each of its threads: a multiprocessor of an H100 holds at
+#: least eight warps so.
+MOST_THREAD_BYTES = 896
+#: Share of the rate of shared memory that reads of fragments reach.
+_SHARED = 0.8
 
 
 def handles(problem: Problem) -> bool:
@@ -56,6 +65,12 @@ def is_first(pieces: int, most: Array, options: tuple[int, ...]) -> Mask:
             kept.append(option)
     found: Mask = (most[:, None] == kept).any(1)
     return found
+
+
+def shared_s(read: Any, device: Device) -> Floats:
+    """Time to read so many bytes of shared memory: a multiprocessor reads 128 a clock, as many as
+    it has lanes for multiply-adds."""
+    return read / (_SHARED * device.simt_flops / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import anywidth, common
-from confpred.families.anywidth import axes_of, depth_of
+from confpred.families.anywidth import MOST_ROW_VECTORS, axes_of, depth_of
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.protocol import Columns, Floats, Mask
@@ -61,7 +61,7 @@ _SHARED_FEATURES = (
     "in_vector", "out_vector",
     *_FIELDS,
     "threads", "warp_tiles", "warp_columns", "passes", "pieces", "k_blocks", "smem_bytes",
-    "registers", "products", "loads",
+    "registers", "products", "fragment_bytes", "loads",
     "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "rounds",
     "n_waste", "p_waste", "q_waste", "g_waste", "k_waste", "c_waste", "halo", "in_turn",
     "bytes_in_flight", "log_load_bytes", "log_filter_bytes", "log_products", "log_estimate",
@@ -169,6 +169,7 @@ class AnyWidth(Shaped):
             problem.minimum_bytes / device.dram_bytes_per_s,
             common.l2_s(filters + images, device),
             common.products_s(products, device),
+            anywidth.shared_s(read * w.fragment_bytes, device),
             problem.each(device.roofline_s),
         )
         _, (height, width) = problem.each(common.image_sizes)
@@ -229,14 +230,17 @@ def _shape(
     out_bytes = pixels * 16 * (groups * w.columns | 1)
     w.smem_bytes = t["stages"] * w.stage_bytes + np.where(one_pass, w.filter_bytes, 0) + out_bytes
     # Vectors of a pass that a thread copies.
-    in_vectors = w.tile_pixels * groups * w.pieces * (8 // anywidth.vector_of(widths[0]))
-    w.loads = in_vectors / w.threads
+    row_vectors = tile_w * groups * w.pieces * (8 // anywidth.vector_of(widths[0]))
+    w.loads = t["block_n"] * tile_h * row_vectors / w.threads
     work = w.warp_tiles * w.warp_columns  # tensor-core tiles of a warp
     # An estimate: accumulators, fragments, addresses.
     w.registers = 4 * work + 5 * w.warp_tiles + 2 * w.warp_columns + 44
     # Tensor-core instructions of a block for a tile, at most.
     steps = met[0] * ceil_div(met[1] * w.pieces, 2) * w.passes
-    w.products = work * (w.threads // 32) * steps
+    warps = w.threads // 32
+    w.products = work * warps * steps
+    # Bytes of shared memory that its fragments are read from.
+    w.fragment_bytes = (w.warp_tiles + ceil_div(w.warp_columns, 2)) * warps * (steps * 512)
     depth = taps * w.pieces  # pieces of the sum in a pass
     w.fits = (
         anywidth.is_first(out_pieces, t["block_k"], _BLOCK_K)
@@ -252,7 +256,12 @@ def _shape(
         & (one_pass | ((depth >= 8) & (depth <= 96)))
         & ((t["block_c"] >= 16) | (in_pieces == 1) | (taps > 25))
         & (work >= 2)
-        & (work <= 28)
+        & (work <= 24)
+        # Two warps have enough to do in small blocks.
+        & ((w.threads >= 128) | (m_tiles * w.columns <= 16))
+        & ((t["stages"] < 3) | (depth <= 36))
+        & (row_vectors <= MOST_ROW_VECTORS)
+        & (w.smem_bytes <= anywidth.MOST_THREAD_BYTES * w.threads)
         & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
         & (w.registers * w.threads <= Device.regs_per_sm)
     )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import anywidth, common
-from confpred.families.anywidth import Axis, axes_of, depth_of
+from confpred.families.anywidth import MOST_ROW_VECTORS, Axis, axes_of, depth_of
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Columns, Floats, Mask
@@ -20,8 +20,7 @@ from confpred.problem.operation import Launch
 
 #: (images, rows, columns) of a tile: whole tensor-core steps of 16 pixels.
 _TILES = (
-    (1, 4, 8), (1, 8, 8), (2, 4, 8), (1, 4, 16), (1, 8, 16), (2, 8, 8), (1, 4, 28), (2, 7, 8),
-    (1, 14, 16), (1, 2, 56), (1, 16, 16),
+    (1, 4, 8), (1, 8, 8), (2, 4, 8), (1, 8, 16), (1, 4, 28), (2, 7, 8), (1, 14, 16), (1, 2, 56),
 )  # fmt: skip
 #: Groups of a block, and the most channels of `out_grad` and of `in` of each.
 _BLOCKS = (
@@ -65,7 +64,7 @@ class AnyWidthWgrad(Shaped):
         "log_bytes", "log_intensity", "in_vector", "out_vector",
         *_FIELDS,
         "threads", "warp_tiles", "warp_units", "pieces", "k_tiles", "k_blocks", "c_blocks",
-        "smem_bytes", "registers", "products", "loads",
+        "smem_bytes", "registers", "products", "fragment_bytes", "loads",
         "blocks_per_sm", "warps_per_sm", "log_blocks", "waves", "wave_waste", "rounds",
         "n_waste", "p_waste", "q_waste", "g_waste", "k_waste", "c_waste", "halo", "split_tiles",
         "split_tail", "parts", "bytes_in_flight", "log_sum_bytes", "log_load_bytes",
@@ -96,7 +95,7 @@ class AnyWidthWgrad(Shaped):
                 | (
                     (w.split_tiles < ceil_div(w.all_tiles, np.maximum(t["splits"] // 2, 1)))
                     & (w.split_tiles >= 2)
-                    & (w.blocks <= 12 * device.sm_count)
+                    & (w.blocks <= 8 * device.sm_count)
                 )
             )
             # There are blocks for a half of the device, unless so few are done soon.
@@ -176,6 +175,7 @@ class AnyWidthWgrad(Shaped):
             problem.minimum_bytes / device.dram_bytes_per_s,
             common.l2_s(loaded, device),
             common.products_s(products, device),
+            anywidth.shared_s(swept * w.fragment_bytes, device),
             problem.each(device.roofline_s),
         )
         second = common.DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
@@ -231,14 +231,19 @@ def _shape(table: Table, width: int, depth: int, rows: Axis, columns: Axis) -> W
     in_bytes = w.tile_pixels * 16 * (groups * w.pieces | 1)
     w.stage_bytes = in_bytes + pixels * 16 * (groups * w.k_tiles * 2 | 1)
     w.smem_bytes = t["stages"] * w.stage_bytes
-    in_vectors = w.tile_pixels * w.pieces * (8 // anywidth.vector_of(width))
-    grad_vectors = pixels * w.k_tiles * 2 * (8 // anywidth.vector_of(depth))
-    w.loads = groups * (in_vectors + grad_vectors) / w.threads  # vectors of a step, of a thread
+    in_vectors = groups * tile_w * w.pieces * (8 // anywidth.vector_of(width))  # of a row
+    grad_vectors = groups * t["block_q"] * w.k_tiles * 2 * (8 // anywidth.vector_of(depth))
+    rows_loaded = (tile_h * in_vectors + t["block_p"] * grad_vectors) * t["block_n"]
+    w.loads = rows_loaded / w.threads  # vectors of a tile that a thread copies
     work = w.warp_tiles * w.warp_units  # tensor-core tiles of a warp
     # An estimate: accumulators, fragments, addresses.
     w.registers = 4 * work + 8 * w.warp_tiles + w.warp_units + 44
     # Tensor-core instructions of a block for a tile.
-    w.products = work * (w.threads // 32) * (pixels // 16)
+    warps = w.threads // 32
+    w.products = work * warps * (pixels // 16)
+    # Bytes of shared memory that its fragments are read from.
+    fragments = w.warp_tiles + ceil_div(w.warp_units, 2)
+    w.fragment_bytes = fragments * warps * (pixels // 16 * 512)
     w.fits = (
         anywidth.is_first(out_pieces, t["block_k"], _BLOCK_K)
         & anywidth.is_first(in_pieces, t["block_c"], _BLOCK_C)
@@ -251,6 +256,9 @@ def _shape(table: Table, width: int, depth: int, rows: Axis, columns: Axis) -> W
         # of few channels do not, and filters of many taps leave room for few channels.
         & ((work >= 8) | (t["warps_k"] * t["warps_u"] <= 2))
         & (work <= 36)
+        & ((w.threads >= 128) | (w.k_tiles * units <= 48))
+        & (np.maximum(in_vectors, grad_vectors) <= MOST_ROW_VECTORS)
+        & (w.smem_bytes <= anywidth.MOST_THREAD_BYTES * w.threads)
         & (w.registers <= common.MOST_ESTIMATED_REGISTERS)
         & (w.registers * w.threads <= Device.regs_per_sm)
     )
