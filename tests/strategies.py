@@ -6,7 +6,7 @@ import random
 
 from convs import random_conv
 from hypothesis import strategies as st
-from layers import DENSE, random_layer, served
+from layers import ANY_WIDTH, DENSE, random_layer, served
 
 from confpred.families.protocol import Family
 from confpred.problem.conv import ConvNd
@@ -53,13 +53,14 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
     """Layers that `family` handles; sides up to `largest`, batch up to `images`."""
     direction, width = draw(st.sampled_from([s for s in served(family) if s[1] != DENSE]))
     plain = family.name.startswith("depthwise_banded")
+    odd = family.name in ANY_WIDTH
     eights = plain or family.name.startswith("grouped")
     steps = st.tuples(*(st.just(1) if plain else st.integers(1, 2) for _ in range(2)))
     window = 11 if width == 1 and not family.name.startswith("grouped") else 7
     r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
-    unit = max(8, width) if eights else 1
-    c = unit * draw(st.integers(1, 160 // unit))
-    multiplier = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
+    unit = max(8, width) if eights else width if odd else 1
+    c = unit * draw(st.integers(2 if odd else 1, max(2, 160 // unit) if odd else 160 // unit))
+    multiplier = 1 if eights or not (odd or direction == "fprop") else draw(st.integers(1, 4))
     dilation, stride = draw(steps), draw(steps)
     padding = draw(st.tuples(st.integers(0, r), st.integers(0, s)))
     least = [
@@ -72,7 +73,7 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
         h=draw(st.integers(least[0], max(least[0], largest))),
         w=draw(st.integers(least[1], max(least[1], largest))),
         r=r, s=s, stride=stride, padding=padding, dilation=dilation, groups=c // width,
-        dtype=draw(st.sampled_from(DTYPES[:2] if eights else DTYPES)),
+        dtype=draw(st.sampled_from(DTYPES[:2] if eights or odd else DTYPES)),
         direction=direction, bias=direction != "dgrad" and draw(st.booleans()),
         residual=forward and draw(st.booleans()),
         activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",

@@ -26,7 +26,7 @@ from confpred.families.protocol import (
     config_dict,
 )
 from confpred.problem.conv import CONV
-from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -38,8 +38,10 @@ _LIBRARIES = (
     *(f"confpred.products.{name}" for name in ("im2col", "epilogue", "strassen")),
 )
 #: Families that are measured only where they are named. About a library's plans nothing is known
-#: before, and im2col is legal for nearly all layers but fast for few.
-_ON_REQUEST = ("cudnn", "cudnn_nd", "im2col")
+#: before, im2col is legal for nearly all layers but fast for few, and kernels of any group width
+#: wait for their first model.
+_ANY_WIDTH = tuple(f"anywidth_{direction}" for direction in DIRECTIONS)
+_ON_REQUEST = ("cudnn", "cudnn_nd", "im2col", *_ANY_WIDTH)
 #: Operations that are known without a look at the families.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 

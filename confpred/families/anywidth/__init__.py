@@ -97,7 +97,7 @@ class Axis:
 
     @property
     def lattices(self) -> int:
-        return 2 if self.halved else 1
+        return 1 + (self.halved > 0)  # an array of several problems' too
 
 
 def axes_of(problem: Problem) -> tuple[Axis, Axis]:

@@ -75,12 +75,13 @@ def _widths(problem: Problem) -> _Pair:
 
 
 class AnyWidth(Shaped):
-    """One direction of ``kernels/anywidth.cu``. What the compiler made of a kernel is not kept
-    (`confpred.families.protocol.Compiled`): a problem's kind lacks the output channels of a
-    group."""
+    """One direction of ``kernels/anywidth.cu``. Layers whose groups do not give a whole multiple of
+    their channels share a `confpred.problem.conv2d.Kind` with others; what is known of the registers
+    of their kernels is the larger number."""
 
     configs = _config_table()
     kernel = "anywidth"
+    kernel_fields = _COMPILED
     shared_features = _SHARED_FEATURES
 
     def _handles(self, problem: Problem) -> bool:

@@ -52,12 +52,12 @@ def _config_table() -> NDArray[np.void]:
 
 
 class AnyWidthWgrad(Shaped):
-    """``kernels/anywidth_wgrad.cu``. What the compiler made of a kernel is not kept
-    (`confpred.families.protocol.Compiled`): a problem's kind lacks the output channels of a
-    group."""
+    """``kernels/anywidth_wgrad.cu``. Of what is known of its kernels' registers, see
+    `confpred.families.anywidth.anywidth.AnyWidth`."""
 
     configs = _config_table()
     kernel = "anywidth_wgrad"
+    kernel_fields = _COMPILED
     shared_features = (
         "log_n", "log_c", "log_k", "log_p", "log_q", "r", "s", "group_width", "depth",
         "log_groups", "stride_h", "stride_w", "dilation_h", "dilation_w", "bfloat16", "bias",
