@@ -33,7 +33,7 @@ LINES = {name: family for name, family in OTHER_RANKS.items() if name.startswith
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-#: Others, that the families of any width alone serve, and how many output channels their groups have.
+#: Others, which the families of any width alone serve, with the output channels of their groups.
 ODD_WIDTHS = {3: 6, 24: 24, 40: 24, 112: 112}
 #: In place of a group width: of layers with one group, of at most so many channels.
 DENSE, MOST_DENSE = 0, 128
@@ -107,8 +107,9 @@ def _layer(
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
     groups = 1 if width == DENSE else max(c // width, 2 if width in ODD_WIDTHS else 1)
     c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else groups * width
+    k = groups * ODD_WIDTHS.get(width, c // groups)
     return Problem(
-        n=n, c=c, h=side, w=side, k=groups * ODD_WIDTHS.get(width, c // groups), r=window[0], s=window[1], stride=step[0],
+        n=n, c=c, h=side, w=side, k=k, r=window[0], s=window[1], stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
         dilation=dilation, groups=groups, dtype=dtype,
         direction=direction,
@@ -140,7 +141,9 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     legal config: one image, one group, tiles larger than the image, padding larger than the window.
     """
     direction, width = rng.choice(served(family))
-    groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= max(192, 2 * width)])
+    groups = rng.choice(
+        [g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= max(192, 2 * width)]
+    )
     multiplier = rng.choice((1, 1, 1, 1, 2, 3))
     c, k = width * groups, ODD_WIDTHS.get(width, width) * groups * multiplier
     if width == DENSE:

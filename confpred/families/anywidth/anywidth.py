@@ -41,7 +41,7 @@ def _config_table() -> NDArray[np.void]:
     """Return the config space: blocks of two to eight warps."""
     parts = (_TILES, _GROUPS, [(c,) for c in _BLOCK_C], [(m,) for m in (1, 2, 4, 8)])
     rows = crossed(*parts, [(k,) for k in (1, 2, 4)], _FLOWS)
-    n, p, q, g, k, c, warps_m, warps_k, stages, tiles = rows.T
+    n, p, q, g, k, c, warps_m, warps_k, _, tiles = rows.T
     warps, m_tiles = g * warps_m * warps_k, ceil_div(n * p * q, 16)
     kept = (
         (warps >= 2)
@@ -49,7 +49,7 @@ def _config_table() -> NDArray[np.void]:
         # Warps share the pixels evenly, but for a fifth.
         & (5 * (ceil_div(m_tiles, warps_m) * warps_m - m_tiles) <= m_tiles)
         # Where blocks have several groups these are narrow: one pass, and warps of their own.
-        & ((g == 1) | ((warps_k == 1) & (c == k)))
+        & ((g == 1) | ((warps_k == 1) & (c <= 64)))
         & ((tiles == 1) | (m_tiles >= 4))
     )
     return config_table(_FIELDS, np.ascontiguousarray(rows[kept]))
@@ -76,8 +76,8 @@ def _widths(problem: Problem) -> _Pair:
 
 class AnyWidth(Shaped):
     """One direction of ``kernels/anywidth.cu``. Layers whose groups do not give a whole multiple of
-    their channels share a `confpred.problem.conv2d.Kind` with others; what is known of the registers
-    of their kernels is the larger number."""
+    their channels share a `confpred.problem.conv2d.Kind` with others; what is known of the
+    registers of their kernels is the larger number."""
 
     configs = _config_table()
     kernel = "anywidth"
@@ -256,7 +256,7 @@ def _shape(
         # few channels reads a part of each sector.
         & (one_pass | ((depth >= 8) & (depth <= 96)))
         & ((t["block_c"] >= 16) | (in_pieces == 1) | (taps > 25))
-        & (work >= 2)
+        & ((work >= 2) | (pixels <= _LEAST_TILE))
         & (work <= 24)
         # Two warps have enough to do in small blocks.
         & ((w.threads >= 128) | (m_tiles * w.columns <= 16))

@@ -25,7 +25,8 @@ _TILES = (
 #: Groups of a block, and the most channels of `out_grad` and of `in` of each.
 _BLOCKS = (
     *((1, k, c) for k in (16, 32, 64, 128) for c in (8, 16, 32, 64)),
-    *((2, 32, 32), (2, 64, 64), (4, 16, 16), (4, 32, 32), (8, 16, 16)),
+    *((g, k, c) for g in (2, 4, 8) for k in (16, 32) for c in (8, 16, 32)),
+    (2, 64, 64),
 )
 _BLOCK_K, _BLOCK_C = (16, 32, 64, 128), (8, 16, 32, 64)
 #: Warps of a group along the channels of `out_grad`, and along the units.
@@ -95,7 +96,7 @@ class AnyWidthWgrad(Shaped):
                 | (
                     (w.split_tiles < ceil_div(w.all_tiles, np.maximum(t["splits"] // 2, 1)))
                     & (w.split_tiles >= 2)
-                    & (w.blocks <= 8 * device.sm_count)
+                    & (w.blocks <= 4 * device.sm_count)
                 )
             )
             # There are blocks for a half of the device, unless so few are done soon.

@@ -65,9 +65,7 @@ def test_no_config_computes_anything_else(direction: str) -> None:
     """All configs give the same bits where sums are exact: filters and images of small integers."""
     family = ANY_WIDTH[f"anywidth_{direction}"]
     problem = layer("fewer outputs, stride 2", direction)
-    inputs = {
-        name: (3 * x).round() for name, x in random_inputs(family, problem, 0).items()
-    }
+    inputs = {name: (3 * x).round() for name, x in random_inputs(family, problem, 0).items()}
     (output,) = (o for o in family.operation.operands(problem) if o.terms)
     rows = np.flatnonzero(family.legal(problem, H100))
     kernels = {family.launch(problem, int(row)).steps[0].kernel: int(row) for row in rows}
@@ -78,7 +76,9 @@ def test_no_config_computes_anything_else(direction: str) -> None:
 
 
 def test_a_part_of_the_groups_of_a_block_may_be_missing() -> None:
-    problem = replace(layer("vectors of 8 that fill no step of 16", "fprop"), c=120, k=120, groups=5)
+    problem = replace(
+        layer("vectors of 8 that fill no step of 16", "fprop"), c=120, k=120, groups=5
+    )
     family = ANY_WIDTH["anywidth_fprop"]
     inputs, outputs = random_inputs(family, problem, 0), family.operation.operands(problem)[:1]
     legal = np.flatnonzero(family.legal(problem, H100))
@@ -105,5 +105,5 @@ def test_kernels_hardly_spill(direction: str, arch: str) -> None:
         stacks.append(stack)
         ratios.append(registers / estimates[most])
     assert max(stacks) <= 64
-    assert 0.4 < min(ratios)
+    assert min(ratios) > 0.4
     assert max(ratios) < 1.6
