@@ -254,13 +254,16 @@ def _shape(
         & (4 * (t["warps_k"] * w.warp_columns - w.columns) <= w.columns)
         # A pass is long enough for its copies to be hidden, and no longer than that takes; one of
         # few channels reads a part of each sector.
-        & (one_pass | ((depth >= 8) & (depth <= 96)))
+        & (one_pass | ((depth >= 8) & (depth <= 56)))
         & ((t["block_c"] >= 16) | (in_pieces == 1) | (taps > 25))
         & ((work >= 2) | (pixels <= _LEAST_TILE))
         & (work <= 24)
         # Two warps have enough to do in small blocks.
         & ((w.threads >= 128) | (m_tiles * w.columns <= 16))
-        & ((t["stages"] < 3) | (depth <= 36))
+        & ((t["stages"] < 3) | (depth <= 24))
+        # Warps divide the longer side, so that fragments are read less often.
+        & ((t["warps_k"] == 1) | (w.warp_tiles <= 2 * w.warp_columns))
+        & ((t["warps_m"] == 1) | (w.warp_columns <= 4 * w.warp_tiles))
         & (row_vectors <= MOST_ROW_VECTORS)
         & (w.smem_bytes <= anywidth.MOST_THREAD_BYTES * w.threads)
         & (w.registers <= common.MOST_ESTIMATED_REGISTERS)

@@ -53,8 +53,8 @@ def _config_table() -> NDArray[np.void]:
 
 
 class AnyWidthWgrad(Shaped):
-    """``kernels/anywidth_wgrad.cu``. Of what is known of its kernels' registers, see
-    `confpred.families.anywidth.anywidth.AnyWidth`."""
+    """``kernels/anywidth_wgrad.cu``. Its kernels share kinds as those of
+    `confpred.families.anywidth.anywidth.AnyWidth` do."""
 
     configs = _config_table()
     kernel = "anywidth_wgrad"
@@ -258,6 +258,9 @@ def _shape(table: Table, width: int, depth: int, rows: Axis, columns: Axis) -> W
         & ((work >= 8) | (t["warps_k"] * t["warps_u"] <= 2))
         & (work <= 36)
         & ((w.threads >= 128) | (w.k_tiles * units <= 48))
+        # Warps divide the longer side, so that fragments are read less often.
+        & ((t["warps_k"] == 1) | (w.warp_units <= 4 * w.warp_tiles))
+        & ((t["warps_u"] == 1) | (w.warp_tiles <= w.warp_units))
         & (np.maximum(in_vectors, grad_vectors) <= MOST_ROW_VECTORS)
         & (w.smem_bytes <= anywidth.MOST_THREAD_BYTES * w.threads)
         & (w.registers <= common.MOST_ESTIMATED_REGISTERS)

@@ -63,4 +63,4 @@ def test_configs_of_a_problem_are_some_hundreds(shipped):
         for p in (entry.problem for entry in shipped["holdout"])
     ]
     assert 100 < sorted(counts)[len(counts) // 2] < 600
-    assert max(counts) < 1500
+    assert max(counts) < 800

@@ -92,7 +92,7 @@ def test_a_part_of_the_groups_of_a_block_may_be_missing() -> None:
 @pytest.mark.parametrize("arch", slow_but((H100.arch,), ARCHS, "a dozen compiles a target"))
 @every_direction
 def test_kernels_hardly_spill(direction: str, arch: str) -> None:
-    """Of each layer the config that is expected to need the most registers."""
+    """Compile the config of each layer that is expected to need the most registers."""
     family, stacks, ratios = ANY_WIDTH[f"anywidth_{direction}"], [], []
     for kind in LAYERS if arch != H100.arch else FAST:
         problem = layer(kind, direction, f"{EPILOGUES[direction]} h=28 w=28 n=16")

@@ -16,15 +16,15 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 5750, "confpred": 23940, "confpred/cli": 1850, "confpred/client": 754,
-    "confpred/cuda": 721, "confpred/cudnn": 515, "confpred/data": 568, "confpred/families": 3700,
+    "benchmarks": 5750, "confpred": 24470, "confpred/cli": 1850, "confpred/client": 754,
+    "confpred/cuda": 721, "confpred/cudnn": 515, "confpred/data": 568, "confpred/families": 4240,
     "confpred/launch": 192, "confpred/measure": 758, "confpred/model": 1173,
     "confpred/predict": 928, "confpred/problem": 1785, "confpred/products": 425,
     "confpred/pytorch": 5250, "confpred/report": 844, "confpred/retraining": 948,
-    "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 4255, "examples": 500,
-    "service": 3487, "tests": 32950,
+    "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 4400, "examples": 500,
+    "service": 3487, "tests": 33150,
 }  # fmt: skip
-MODULES = 179  # of confpred and service together
+MODULES = 182  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
 #: Names that several modules share, as a kernel family and a table do in their rooms.
 SAME_NAMES = 8

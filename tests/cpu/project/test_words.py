@@ -18,8 +18,8 @@ PAGES = sorted(
 #: Words in all pages of docs/ and at the top of the repository, and in the decisions.
 #: 28,000 words before batch norm, the fleet, the exchange and the pages came, 29,100 before
 #: lost programs (decision 183), who is trusted with what, and the default way (203), before
-#: other ranks (205 to 210).
-BUDGETS = {"*.md": 32_600, "docs/decisions/*.md": 8_650}
+#: other ranks (205 to 210), before groups of any width (225 to 227).
+BUDGETS = {"*.md": 32_900, "docs/decisions/*.md": 9_050}
 #: Words of a sentence, on average over a page.
 LONGEST_AVERAGE = 20
 _OF_CODE = re.compile(r"^(?!\s*#).*\n\s*(#:? (?:What|Of) .*)", re.MULTILINE)  # its first line
