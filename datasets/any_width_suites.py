@@ -55,7 +55,7 @@ SIDES = (7, 9, 14, 20, 28, 33, 40, 56)
 MOST_CHANNELS = 2048
 
 PLAIN_SHARE, DETERMINISTIC_SHARE = 0.5, 0.2
-#: What a layer may be other than plain float16.
+#: Dtypes and epilogues of layers that are not plain float16.
 VARIANTS: Mapping[str, tuple[Layer, ...]] = {
     "fprop": (
         {"bias": True, "activation": "relu"},

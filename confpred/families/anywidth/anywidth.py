@@ -41,7 +41,7 @@ def _config_table() -> NDArray[np.void]:
     """Return the config space: blocks of two to eight warps."""
     parts = (_TILES, _GROUPS, [(c,) for c in _BLOCK_C], [(m,) for m in (1, 2, 4, 8)])
     rows = crossed(*parts, [(k,) for k in (1, 2, 4)], _FLOWS)
-    n, p, q, g, k, c, warps_m, warps_k, _, tiles = rows.T
+    n, p, q, g, _, c, warps_m, warps_k, _, tiles = rows.T
     warps, m_tiles = g * warps_m * warps_k, ceil_div(n * p * q, 16)
     kept = (
         (warps >= 2)
