@@ -254,7 +254,7 @@ def _shape(
         & (4 * (t["warps_k"] * w.warp_columns - w.columns) <= w.columns)
         # A pass is long enough for its copies to be hidden, and no longer than that takes; one of
         # few channels reads a part of each sector.
-        & (one_pass | ((depth >= 8) & (depth <= 56)))
+        & (one_pass | ((depth >= 5) & (depth <= 56)))
         & ((t["block_c"] >= 16) | (in_pieces == 1) | (taps > 25))
         & ((work >= 2) | (pixels <= _LEAST_TILE))
         & (work <= 24)
