@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from confpred.families import grouped
+from confpred.families.common import MAX_INT
 from confpred.families.protocol import Array, Floats, Mask
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -39,6 +40,7 @@ def handles(problem: Problem) -> bool:
         and max(problem.r, problem.s) <= MAX_WINDOW
         and max(problem.stride) <= MAX_STRIDE
         and max(problem.dilation) <= MAX_DILATION
+        and max(problem.w * problem.c, problem.q * problem.k) <= MAX_INT
         and not grouped.handles(problem)
     )
 
