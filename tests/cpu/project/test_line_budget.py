@@ -19,10 +19,10 @@ BUDGETS = {
     "benchmarks": 5750, "confpred": 24470, "confpred/cli": 1850, "confpred/client": 754,
     "confpred/cuda": 721, "confpred/cudnn": 515, "confpred/data": 568, "confpred/families": 4240,
     "confpred/launch": 192, "confpred/measure": 758, "confpred/model": 1173,
-    "confpred/predict": 928, "confpred/problem": 1785, "confpred/products": 425,
+    "confpred/predict": 929, "confpred/problem": 1785, "confpred/products": 425,
     "confpred/pytorch": 5250, "confpred/report": 844, "confpred/retraining": 948,
     "confpred/sampler": 1392, "confpred/training": 1716, "datasets": 4400, "examples": 500,
-    "service": 3487, "tests": 33150,
+    "service": 3487, "tests": 33260,
 }  # fmt: skip
 MODULES = 182  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
