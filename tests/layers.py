@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from confpred.families.protocol import Family
-from confpred.families.registry import kernels_of
+from confpred.families.registry import families_of, kernels_of
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
@@ -20,7 +20,9 @@ from confpred.problem.operation import KernelSpec
 
 H100 = get_device("h100")
 #: The kernel families of convolution, and of norms: of batch norm and over groups, by name.
-CONVOLUTIONS = kernels_of(Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1))
+_ANY = Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1)
+ANY_WIDTH = {name: f for name, f in families_of(_ANY).items() if name.startswith("anywidth")}
+CONVOLUTIONS = kernels_of(_ANY) | ANY_WIDTH
 GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
 ROW_NORMS = {name: family for name, family in GROUP_NORMS.items() if name.startswith("row_norm")}
 NORMS = {**kernels_of(BatchNorm(n=2, h=1, w=1, c=1)), **GROUP_NORMS}
@@ -31,6 +33,8 @@ LINES = {name: family for name, family in OTHER_RANKS.items() if name.startswith
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+#: Others, which the families of any width alone serve, with the output channels of their groups.
+ODD_WIDTHS = {3: 6, 24: 24, 40: 24, 112: 112}
 #: In place of a group width: of layers with one group, of at most so many channels.
 DENSE, MOST_DENSE = 0, 128
 #: Their number has no common divisor with the length of any other list here, so that going around
@@ -80,7 +84,7 @@ def served(family: Family) -> tuple[tuple[str, int], ...]:
     fixed = {"window": window, "step": (1, 1), "dtype": "float16", "times": multiplier(family)}
     return tuple(
         (direction, width)
-        for direction, width in product(DIRECTIONS, (*WIDTHS, DENSE))
+        for direction, width in product(DIRECTIONS, (*WIDTHS, *ODD_WIDTHS, DENSE))
         if family.legal(_layer(SIZES[0], direction, width, **fixed), H100).any()
     )
 
@@ -99,7 +103,7 @@ def representative(family: Family) -> list[Problem]:
             layers = [
                 _layer(size, direction, width, window, step, other, epilogue, multiplier(family))
                 for size in SIZES
-                if width == DENSE or size[1] % width == 0
+                if width == DENSE or width in ODD_WIDTHS or size[1] % width == 0
             ]
             legal = [layer for layer in layers if family.legal(layer, H100).any()]
             if legal:
@@ -119,11 +123,13 @@ def _layer(
     times: int = 1,
 ) -> Problem:
     (n, c, side), (bias, activation, residual), dilation = size, epilogue, step[1]
-    c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else c
+    groups = 1 if width == DENSE else max(c // width, 2 if width in ODD_WIDTHS else 1)
+    c = min(c // 8 * 8, MOST_DENSE) if width == DENSE else groups * width
+    k = groups * ODD_WIDTHS.get(width, c // groups)
     return Problem(
-        n=n, c=c, h=side, w=side, k=c * times, r=window[0], s=window[1], stride=step[0],
+        n=n, c=c, h=side, w=side, k=k * times, r=window[0], s=window[1], stride=step[0],
         padding=tuple(dilation * (taps // 2) for taps in window),
-        dilation=dilation, groups=1 if width == DENSE else c // width, dtype=dtype,
+        dilation=dilation, groups=groups, dtype=dtype,
         direction=direction,
         **_epilogue(direction, bias, activation, residual, deterministic=residual),
     )  # fmt: skip
@@ -155,9 +161,11 @@ def random_layer(rng: random.Random, family: Family) -> Problem:
     direction, width = rng.choice(served(family))
     if windows(family) is LARGE_WINDOWS:
         return _random_large_layer(rng, direction)
-    groups = rng.choice([g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= 192])
+    groups = rng.choice(
+        [g for g in (1, 2, 3, 5, 8, 13, 16, 24, 40) if g * width <= max(192, 2 * width)]
+    )
     times = max(rng.choice((1, 1, 1, 1, 2, 3)), multiplier(family))
-    c, k = width * groups, width * groups * times
+    c, k = width * groups, ODD_WIDTHS.get(width, width) * groups * times
     if width == DENSE:
         groups, (c, k) = 1, (8 * rng.randint(1, MOST_DENSE // 8) for _ in range(2))
     largest = 11 if width == 1 else 7

@@ -6,7 +6,7 @@ import random
 
 from convs import random_conv
 from hypothesis import strategies as st
-from layers import DENSE, multiplier, random_layer, served
+from layers import ANY_WIDTH, DENSE, multiplier, random_layer, served
 
 from confpred.families.protocol import Family
 from confpred.problem.conv import ConvNd
@@ -54,15 +54,16 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
     direction, width = draw(st.sampled_from([s for s in served(family) if s[1] != DENSE]))
     large = family.name.startswith("depthwise_large")
     plain = large or family.name.startswith("depthwise_banded")
+    odd = family.name in ANY_WIDTH
     eights = plain or family.name.startswith("grouped")
     steps = st.tuples(*(st.just(1) if plain else st.integers(1, 2) for _ in range(2)))
     window = 11 if width == 1 and not family.name.startswith("grouped") else 7
     r, s = (draw(st.integers(1, most)) for most in (window, min(window, 9) if plain else window))
     if large:
         r, s = draw(st.sampled_from(((r, s + 51), (r + 51, s), (r + 20, s + 20))))
-    unit = max(8, width) if eights and not large else 1
-    c = unit * draw(st.integers(1, 160 // unit))
-    times = 1 if eights or direction != "fprop" else draw(st.integers(1, 4))
+    unit = max(8, width) if eights and not large else width if odd else 1
+    c = unit * draw(st.integers(2 if odd else 1, max(2, 160 // unit) if odd else 160 // unit))
+    times = 1 if eights or not (odd or direction == "fprop") else draw(st.integers(1, 4))
     dilation, stride = draw(steps), draw(steps)
     if multiplier(family) > 1:
         times, dilation = draw(st.integers(2, 4)), (1, 1)
@@ -77,7 +78,7 @@ def layers_of(draw: st.DrawFn, family: Family, *, largest: int = 120, images: in
         h=draw(st.integers(least[0], max(least[0], largest))),
         w=draw(st.integers(least[1], max(least[1], largest))),
         r=r, s=s, stride=stride, padding=padding, dilation=dilation, groups=c // width,
-        dtype=draw(st.sampled_from(DTYPES[:2] if eights else DTYPES)),
+        dtype=draw(st.sampled_from(DTYPES[:2] if eights or odd else DTYPES)),
         direction=direction, bias=direction != "dgrad" and draw(st.booleans()),
         residual=forward and draw(st.booleans()),
         activation=draw(st.sampled_from(ACTIVATIONS)) if forward else "none",

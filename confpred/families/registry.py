@@ -29,7 +29,7 @@ from confpred.families.protocol import (
     config_dict,
 )
 from confpred.problem.conv import CONV
-from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -41,8 +41,13 @@ _LIBRARIES = (
     *(f"confpred.products.{name}" for name in ("im2col", "epilogue", "strassen")),
 )
 #: Families that are measured only where they are named. About a library's plans nothing is known
-#: before, and im2col is legal for nearly all layers but fast for few.
-_ON_REQUEST = ("cudnn", "cudnn_nd", "im2col")
+#: before, im2col is legal for nearly all layers but fast for few, and kernels of other widths and
+#: filters wait for their first model.
+_WAITING = ("anywidth", "depthwise_large", "depthwise_multiplied")
+_ON_REQUEST = (
+    "cudnn", "cudnn_nd", "im2col",
+    *(f"{name}_{direction}" for name in _WAITING for direction in DIRECTIONS),
+)  # fmt: skip
 #: Operations that are known without a look at the families.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 

@@ -309,9 +309,10 @@ THEMES = {
     "occupancy": r"(blocks|warps)_per_sm|registers|smem_bytes|(block_)?threads|bytes_in_flight",
     "waves": r"waves|wave_waste|log_blocks.*|rounds|round_waste|steps|.*at_once",
     "wasted work": r".*_waste|.*_tail|bands_cut",
-    "memory access": r"halo.*|log_(load|filter|sum)_bytes|run_bytes|pixel_alignment|loads|in_x",
+    "memory access": r"halo.*|log_(load|filter|sum)_bytes|run_bytes|pixel_alignment|loads|in_x"
+    "|fragment_bytes",
     "work": r".*products|(log_)?work|band_.*|.*_items|.*_tiles|warp_groups|lanes|block_r|parts|sums"
-    "|slice_rows|k_blocks|in_turn",
+    "|slice_rows|[ck]_blocks|in_turn|warp_columns|warp_units|passes|pieces",
     "estimate": r"log_estimate",
 }
 CONFIG, OTHER = "config", "other"

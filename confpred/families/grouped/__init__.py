@@ -96,7 +96,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
     dilation = problem.dilation[axis] if taps > 1 else stride
     if problem.direction == "fprop":
         # input = stride * output + dilation * tap - padding
-        steps = _steps(taps, stride, dilation)
+        steps = steps_of(taps, stride, dilation)
         return Axis(
             taps=taps,
             down=steps.stride,
@@ -162,7 +162,8 @@ class Steps:
     step: int
 
 
-def _steps(window: int, stride: int, dilation: int) -> Steps:
+def steps_of(window: int, stride: int, dilation: int) -> Steps:
+    """Return the steps of a window of so many taps along one axis."""
     if window == 1:
         dilation = stride  # with one tap any will do: take the one that leaves no stride
     step = gcd(stride, dilation)
@@ -184,7 +185,7 @@ class Window:
 def window_of(problem: Problem) -> Window:
     """Return the part of `problem` that decides its kernels."""
     p, (down, across) = problem, zip(problem.stride, problem.dilation, strict=True)
-    return Window(p.group_width, p.r, p.s, _steps(p.r, *down), _steps(p.s, *across), p.bias)
+    return Window(p.group_width, p.r, p.s, steps_of(p.r, *down), steps_of(p.s, *across), p.bias)
 
 
 def flush_steps(problem: Problem) -> int:

@@ -34,6 +34,8 @@ LAYERS = 12  # of each family
 _IMAGE = {"in_grad": "out", "out_grad": "in"}
 _SUMS = {"zeroed": "sums", "scratch": "partials"}
 ROLES: Mapping[str, Mapping[str, str]] = {
+    "anywidth": _IMAGE,
+    "anywidth_wgrad": _SUMS,
     "depthwise": _IMAGE,
     "depthwise_banded": _IMAGE,
     "grouped_rows": _IMAGE,
@@ -163,6 +165,8 @@ every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kernel
 
 def test_every_kernel_is_here() -> None:
     assert {step.kernel.file for step in STEPS} == {
+        "anywidth.cu",
+        "anywidth_wgrad.cu",
         "dense_tiles.cu",
         "depthwise.cu",
         "depthwise_banded.cu",

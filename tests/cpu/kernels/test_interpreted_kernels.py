@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layers import CONVOLUTIONS, H100, random_legal_layer
+from layers import ANY_WIDTH, CONVOLUTIONS, H100, random_legal_layer
 from ptx.launch import interpret
 from references import outside, random_inputs, reference, some_rows
 from slow import slow_but
@@ -52,12 +52,12 @@ def test_random_configs_of_a_random_problem_are_correct(family: Family, seed: in
     ),
 )
 def test_every_activation_is_right(activation: str, name: str) -> None:
-    family, groups = FAMILIES[name], {"dense": 1, "depthwise": 16, "grouped": 2}
+    family = FAMILIES[name]
+    groups = {"anywidth": 2, "dense": 1, "depthwise": 16, "grouped": 2}[name.split("_")[0]]
     taps = 13 if "large" in name else 3
-    sizes = {"n": 2, "c": 16, "h": 7, "w": 9, "k": 16, "r": taps, "s": taps, "padding": taps // 2}
-    problem = Problem(
-        **sizes, groups=groups[name.split("_")[0]], activation=activation, bias=True, residual=True
-    )
+    sizes = {"n": 2, "c": 16, "h": 7, "w": 9, "k": 24 if name in ANY_WIDTH else 16}
+    sizes |= {"r": taps, "s": taps, "padding": taps // 2, "groups": groups}
+    problem = Problem(**sizes, activation=activation, bias=True, residual=True)
     inputs, outputs = random_inputs(family, problem, 0), family.operation.operands(problem)[:1]
     row = int(np.flatnonzero(family.legal(problem, H100))[0])
     results = interpret(family, problem, row, inputs, H100.arch)

@@ -36,10 +36,11 @@ def test_configs_of_one_number_launch_one_kernel(name: str) -> None:
     """And layers of one kind, whatever their sizes."""
     family = CONVOLUTIONS[name]
     direction = name.rpartition("_")[2]
-    width = 8 if name.startswith("grouped") else 1
+    width = {"grouped": 8, "anywidth": 12}.get(name.partition("_")[0], 1)
     layers = [
         Problem(n, c, size, size, c, 3, 3, padding=1, groups=c // width, direction=direction)
-        for n, c, size in ((8, 64, 28), (33, 128, 19))
+        for n, size, most in ((8, 28, 64), (33, 19, 128))
+        for c in (most // width * width,)
     ]
     assert Kind.of(layers[0]) == Kind.of(layers[1])
     kernels, found = kernels_of(family), {}

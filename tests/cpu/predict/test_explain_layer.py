@@ -138,6 +138,7 @@ def test_every_feature_of_every_family_has_a_meaning(model):
         "dense": "n=4 c=64 h=14 w=14 k=64 r=3 s=3 padding=1",
         "depthwise_large": "n=4 c=64 h=14 w=14 k=64 r=13 s=13 groups=64 padding=6",
         "depthwise_multiplied": "n=4 c=64 h=14 w=14 k=128 r=3 s=3 groups=64 padding=1",
+        "anywidth": "n=4 c=72 h=14 w=14 k=72 r=3 s=3 groups=3 padding=1",
     }
     for name, family in CONVOLUTIONS.items():
         kind, _, direction = name.rpartition("_")

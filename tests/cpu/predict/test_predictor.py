@@ -15,12 +15,11 @@ import lightgbm
 import numpy as np
 import pytest
 from hypothesis import given
-from layers import CONVOLUTIONS
 from strategies import problems_of
 
 from confpred.errors import InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, config_dict
-from confpred.families.registry import all_families, families_of
+from confpred.families.registry import all_families, families_of, kernels_of
 from confpred.model.folder import load_model
 from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
@@ -110,7 +109,8 @@ def test_choices_are_legal_and_consistent(model_folder, problem):
     assert ranked[:3] == predictor.rank(problem, "h100", 3)
     kernels = [c for c in ranked if c.family]
     assert len({(c.family, c.config_id) for c in kernels}) == len(kernels)
-    legal = {name: family.legal(problem, H100) for name, family in CONVOLUTIONS.items()}
+    families = kernels_of(problem)
+    legal = {name: family.legal(problem, H100) for name, family in families.items()}
     assert all(legal[c.family][c.config_id] for c in kernels)
     assert (ranked[0].source == "fallback") == (not any(mask.any() for mask in legal.values()))
 
