@@ -339,7 +339,7 @@ def _gradients(
                 int(used), x.view(1, -1, p.p), grad.view(1, -1, p.p), each, None, None, *statistics,
                 True, EPS, mask, reserve,
             )  # fmt: skip
-            of_weights = (g.view(p.n, p.c).sum(0) for g in found[1:] if weight is not None)
+            of_weights = (g if g is None else g.view(p.n, p.c).sum(0) for g in found[1:])
             found = found[0].view(x.shape), *of_weights
         else:
             found = aten.native_group_norm_backward(

@@ -172,7 +172,7 @@ def test_an_operation_that_is_not_installed_is_named() -> None:
         text=True,
     )
     assert result.returncode == 2
-    assert "operation='layer_norm' is not allowed; allowed: batch_norm or conv2d" in result.stderr
+    assert "operation='layer_norm' is not allowed; allowed: conv2d or batch_norm" in result.stderr
 
 
 def test_a_plan_is_of_configs_of_the_operation(repository: Path, folder: Path) -> None:
