@@ -20,7 +20,7 @@ PAGES = sorted(
 #: lost programs (decision 183), who is trusted with what, and the default way (203), before
 #: other ranks (205 to 210), before large filters (230), 32,720 before Triton kernels (220), and
 #: groups of any width (225 to 227).
-BUDGETS = {"*.md": 33_790, "docs/decisions/*.md": 9_373}
+BUDGETS = {"*.md": 33_830, "docs/decisions/*.md": 9_373}
 #: Words of a sentence, on average over a page.
 LONGEST_AVERAGE = 20
 _OF_CODE = re.compile(r"^(?!\s*#).*\n\s*(#:? (?:What|Of) .*)", re.MULTILINE)  # its first line
