@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints-dev.txt
 	@echo "Setting up $(VENV), some minutes the first time ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=23.2'
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable '.[dev,triton]'
 	@touch $@
 
 demo: $(READY)  ## retrain, judge, predict and serve; on a GPU machine sample and launch too

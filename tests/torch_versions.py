@@ -54,7 +54,7 @@ def make(version: str, folder: Path) -> Path:
     # PyTorch 2.10 asks for CUDA 12's bindings, which no test on a CPU needs.
     (environment / "overrides.txt").write_text(f"torch=={version}\ncuda-bindings>=13\n")
     pinned = (ROOT / "constraints-dev.txt").read_text()
-    constraints = re.sub(r"^torch==.*\n", "", pinned, flags=re.MULTILINE)
+    constraints = re.sub(r"^(?:torch|triton)==.*\n", "", pinned, flags=re.MULTILINE)
     (environment / "constraints.txt").write_text(constraints)
     files = [f"--{name[:-1]}={environment / name}.txt" for name in ("overrides", "constraints")]
     done = uv("pip", "install", "--python", python, *files, "--editable", ".[dev]")
