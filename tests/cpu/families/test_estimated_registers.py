@@ -33,7 +33,7 @@ KINDS = {
     ("grouped_fprop", "grouped_dgrad"): (_ROWS, 192, 0.5, 1.6),
     ("grouped_wgrad",): (_WGRAD, 48, 0.5, 1.6),
     tuple(f"depthwise_banded_{d}" for d in ("fprop", "dgrad", "wgrad")): (_BANDED, 192, 0.75, 1.25),
-    tuple(f"depthwise_large_{d}" for d in ("fprop", "dgrad", "wgrad")): (_LARGE, 64, 0.75, 1.25),
+    tuple(f"depthwise_large_{d}" for d in ("fprop", "dgrad", "wgrad")): (_LARGE, 64, 0.7, 1.25),
 }
 
 
