@@ -158,6 +158,14 @@ def distinct_bands(size: int, bands: Array) -> Mask:
     return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
 
 
+def well_filled(least: int, *tiles: tuple[Any, Any]) -> Mask:
+    """Which tiles are worth offering, given their size along each axis and what they cover there.
+    One twice as large as what it covers does the work of a smaller one, slower; those of at most
+    `least` places serve whatever is smaller still."""
+    filled: Mask = reduce(np.logical_and, (size < 2 * covered for size, covered in tiles))
+    return filled | (reduce(np.multiply, (size for size, _ in tiles)) <= least)
+
+
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """How the blocks of each config fill a device.

@@ -43,10 +43,10 @@ _LIBRARIES = (
 #: Families that are measured only where they are named. About a library's plans nothing is known
 #: before, im2col is legal for nearly all layers but fast for few, and kernels of other widths and
 #: filters wait for their first model.
-_WAITING = ("anywidth", "depthwise_large", "depthwise_multiplied")
+WAITING = ("anywidth", "depthwise_large", "depthwise_multiplied")
 _ON_REQUEST = (
     "cudnn", "cudnn_nd", "im2col",
-    *(f"{name}_{direction}" for name in _WAITING for direction in DIRECTIONS),
+    *(f"{name}_{direction}" for name in WAITING for direction in DIRECTIONS),
 )  # fmt: skip
 #: Operations that are known without a look at the families.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)

@@ -91,15 +91,11 @@ class AnyWidth(Shaped):
         rows, columns = problem.each(axes_of)
         return (
             (w.blocks <= common.MAX_INT)
-            # A tile twice as large as what it covers does the work of a smaller one, slower; the
-            # smallest tiles serve whatever is smaller still.
-            & (
-                (
-                    (t["block_n"] < 2 * problem.n)
-                    & (t["block_p"] < 2 * rows.positions)
-                    & (t["block_q"] < 2 * columns.positions)
-                )
-                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
+            & common.well_filled(
+                _LEAST_TILE,
+                (t["block_n"], problem.n),
+                (t["block_p"], rows.positions),
+                (t["block_q"], columns.positions),
             )
             & ((t["block_g"] == 1) | (t["block_g"] < 2 * problem.groups))
             & ((t["tiles"] == 1) | (w.all_tiles >= 2 * t["tiles"]))

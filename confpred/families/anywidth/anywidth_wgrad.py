@@ -78,15 +78,11 @@ class AnyWidthWgrad(Shaped):
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return (
             (w.blocks <= common.MAX_INT)
-            # A tile twice as large as what it covers does the work of a smaller one, slower; the
-            # smallest tiles serve whatever is smaller still.
-            & (
-                (
-                    (t["block_n"] < 2 * problem.n)
-                    & (t["block_p"] < 2 * problem.p)
-                    & (t["block_q"] < 2 * problem.q)
-                )
-                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
+            & common.well_filled(
+                _LEAST_TILE,
+                (t["block_n"], problem.n),
+                (t["block_p"], problem.p),
+                (t["block_q"], problem.q),
             )
             & ((t["block_g"] == 1) | (t["block_g"] < 2 * problem.groups))
             # A count of splits that makes them as long as half as many does is the same launch

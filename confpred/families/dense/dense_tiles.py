@@ -153,15 +153,11 @@ class DenseTiles(Shaped):
         rows, columns = problem.each(_axes_of)
         return (
             (w.blocks <= common.MAX_INT)
-            # A tile twice as large as what it covers does the work of a smaller one, slower; the
-            # smallest tiles serve whatever is smaller still.
-            & (
-                (
-                    (t["block_n"] < 2 * problem.n)
-                    & (t["block_p"] < 2 * rows.positions)
-                    & (t["block_q"] < 2 * columns.positions)
-                )
-                | (t["block_n"] * t["block_p"] * t["block_q"] <= _LEAST_TILE)
+            & common.well_filled(
+                _LEAST_TILE,
+                (t["block_n"], problem.n),
+                (t["block_p"], rows.positions),
+                (t["block_q"], columns.positions),
             )
             & ((t["block_k"] < 2 * problem.each(_out_channels)) | (t["block_k"] <= _LEAST_CHANNELS))
             & ((t["tiles"] == 1) | (w.all_tiles >= 2 * t["tiles"]))

@@ -107,12 +107,7 @@ class GroupedRows(Shaped):
         return (
             (t["block_n"] * problem.each(_image_elements) <= common.MAX_INT)
             & (w.blocks <= common.MAX_INT)
-            # A tile twice as large as what it covers does the work of a smaller tile, slower; the
-            # smallest tiles serve whatever is smaller still.
-            & (
-                ((t["block_n"] < 2 * problem.n) & (t["block_q"] < 2 * columns.positions))
-                | (t["block_n"] * t["block_q"] <= 16)
-            )
+            & common.well_filled(16, (t["block_n"], problem.n), (t["block_q"], columns.positions))
             & (
                 (t["block_c"] < 2 * problem.c)
                 | (t["block_c"] <= np.maximum(16, problem.group_width))
