@@ -114,7 +114,7 @@ def test_references_of_norms_are_right(direction: str, activation: str, frozen: 
     check(BATCH_NORM, problem, inputs, norms.expected(problem, inputs))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", slow_but(("none", "silu"), ACTIVATIONS, "seconds each"))
 @pytest.mark.parametrize("direction", norm.DIRECTIONS)
 def test_references_of_norms_over_groups_are_right(direction: str, activation: str) -> None:
     fields = {
