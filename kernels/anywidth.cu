@@ -36,6 +36,20 @@
 //
 // Data gradient, stride 2: rows (columns) of `out` of one parity, a *lattice*, meet every second filter row (column), or
 // with even dilation all or none. A tile is of one lattice, and multiplies no inserted zeros.
+//
+// Parts:
+//   block   BLOCK_G groups of a tile of pixels, tile after tile
+//   warp    of one group WARP_M tiles of 16 pixels and WARP_N tiles of 8 channels of `out`, in registers
+//   thread  fragments of mma.m16n8k16, and its share of the copies
+//
+// Bound: bytes for narrow groups, the tensor cores for wide ones: a 3x3 filter does 4.5 FLOP a byte and channel of a
+// group, and an H100 has 257 FLOP in the time of a byte, which 57 channels reach.
+//
+// Instructions: mma.sync takes any number of channels in steps of 8 and runs from sm_80 on; wgmma needs tiles of 64
+// rows in a layout of its own, which the taps would have to be copied into. ldmatrix names each row of a fragment by
+// an address, so that taps and halo cost nothing. cp.async leaves the registers to the sums.
+//
+// Share of the floor: not measured yet.
 #include "anywidth.cuh"
 
 // With HALVED = 2 a lattice has every second tap, with HALVED = 1 all or none.
@@ -181,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     }
 
-    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". Of two pieces that a step takes,
+    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". A step takes two pieces:
     // the upper half of the lanes fetches the second one of the pixels, and each second eight that of the filter.
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
     const bool second_in = lane / 16, second_filter = lane / 8 % 2;

@@ -33,6 +33,25 @@
 //                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
+//
+// Compile-time, beside the config: R x S, DTYPE, HAS_BIAS.
+//
+// Parts:
+//   block   BLOCK_C channels of a split of the tiles of STRIPS strips
+//   warp    WARP_C channels of WARP_STRIPS strips; its 16 x 8 matrices of all R filter rows stay in registers
+//   thread  fragments of mma.m16n8k16, and items of 8 channels by two columns of the copies
+//
+// Bound: bytes, as in depthwise_banded.cu: 16 R multiply-adds of tensor cores a gradient pixel, half of them dropped
+// or more.
+//
+// Instructions: mma sums over pixels in its inner extent, so that one instruction adds 16 of them for every tap of a
+// filter row; float32 multiply-adds would take R S. ldmatrix.trans turns planes into fragments of both operands.
+//
+// Share of the floor:
+//   depthwise_banded_wgrad on NVIDIA H100 80GB HBM3, 2026-11-23
+//      74% of bytes: n=128 c=48 h=96 w=96 k=48 r=5 s=5 padding=2 groups=48 direction=wgrad
+//      80% of bytes: n=128 c=768 h=32 w=32 k=768 r=7 s=7 padding=3 groups=768 direction=wgrad deterministic=true
+//      84% of bytes: n=63 c=576 h=38 w=57 k=576 r=3 s=3 padding=1 groups=576 direction=wgrad
 #include "depthwise_banded.cuh"
 
 constexpr int UNITS = RUN + 1;          // eights of input columns of a run; 16 bytes each in a plane

@@ -33,6 +33,31 @@
 // after its rows 0 to 3, output plane i - 2 is finished. Threads of a block run along channels
 // first (lanes_c of them), then along tiles: block_q in a row, and block_p such rows, so that what neighbouring
 // tiles share comes out of the L1 cache.
+//
+// Parts:
+//   block   lanes_c neighbours along channels by block_q by block_p tiles
+//   thread  VEC channels of TILE_P x TILE_Q places of a band of planes
+//   warp    no part of its own
+//
+// Bound: bytes in the floor; in fact the issue of instructions. At 3x3x3 some 45 are issued an output, 58 to 66 % of
+// them multiply-adds: 0.35 clocks of a multiprocessor, where the 4 bytes take 0.3. A 3x5x5 window takes 0.6 by its
+// multiply-adds alone.
+//
+// Instructions: float32 multiply-adds, as in depthwise.cu: channels share nothing that tensor cores could multiply.
+// __maxnreg__ instead of launch bounds, as blocks differ in size at run time.
+//
+// Share of the floor:
+//   volume_dgrad on NVIDIA H200, 2026-11-27
+//      31% of bytes: n=2 c=128 d=63 h=63 w=63 k=128 t=5 r=5 s=5 rank=3 stride=2 padding=2 groups=128 dtype=bfloat16
+//                    direction=dgrad
+//      38% of bytes: n=8 c=240 d=50 h=28 w=28 k=240 t=5 r=3 s=3 rank=3 stride=1x2x2 padding=2x1x1 groups=240
+//                    dtype=bfloat16 direction=dgrad
+//      41% of bytes: n=16 c=108 d=16 h=56 w=56 k=108 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=108
+//                    direction=dgrad
+//   volume_fprop on NVIDIA H200, 2026-11-27
+//      35% of bytes: n=16 c=54 d=16 h=56 w=56 k=54 t=3 r=3 s=3 rank=3 padding=1 groups=54 bias=true
+//      46% of bytes: n=32 c=96 d=8 h=28 w=28 k=96 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=96 dtype=bfloat16
+//      60% of bytes: n=8 c=96 d=50 h=56 w=56 k=96 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=96 dtype=bfloat16
 #include "volume.cuh"
 
 constexpr int PERIOD_D = UP_D * DOWN_D;
@@ -51,7 +76,7 @@ static_assert(UP_D == 1 || DOWN_D == 1, "one of them is the stride");
 static_assert(TILE_P % UP_H == 0 && TILE_Q % UP_W == 0, "tiles begin at a place that tap 0 meets");
 static_assert(IN_H <= 32 && IN_X <= 32, "validity bits are kept in a word each");
 
-// What launches count on, as confpred/families/volume/volume.py works it out. How many lanes share a
+// Sizes that launches count on, as confpred/families/volume/volume.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(DEPTH == HOST_DEPTH && IN_H == HOST_IN_H && IN_X == HOST_IN_X, "the host counts a thread's work by them");
 static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
