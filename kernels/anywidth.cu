@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     const u32 stages = shared_address(shared);
     const u32 kept_filter = stages + STAGES * STAGE_BYTES;  // of one pass
 
+    // ---- Place of the block and of a tile
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_g = warp / GROUP_WARPS, warp_m = warp / WARPS_K % WARPS_M, warp_k = warp % WARPS_K;
     const int part = blockIdx.x % (K_BLOCKS * group_blocks);
@@ -142,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         return at;
     };
 
+    // ---- Copies
     const auto load_filter = [&](u32 to, int c0) {
         const auto copy = [&](int at, i64 element, bool inside) {
             copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
@@ -195,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     }
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". A step takes two pieces:
     // the upper half of the lanes fetches the second one of the pixels, and each second eight that of the filter.
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
@@ -211,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
                             (DGRAD ? lane % 8 * ROW_BYTES + (warp_channel + lane / 16 * 8) * 2
                                    : (warp_channel + lane % 8 + lane / 16 * 8) * ROW_BYTES);
 
+    // ---- Results of a tile
     // Calls `visit` with where each of this thread's vectors of a tile of `out` lies in shared memory, and which element
     // it is.
     const auto visit_out = [&](const Place& at, auto visit) {
@@ -229,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
             });
     };
 
+    // ---- Passes
     float acc[WARP_M][WARP_N][4];
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
@@ -253,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[t][nt][e] = 0.0f;
 
+        // ---- Products of a pass
         const u32 stage = stages + step % STAGES * STAGE_BYTES;
         const u32 filter_stage = (PASSES > 1 ? stage + TILE_BYTES : kept_filter) + filter_from;
         const Lattice rows = lattice_of(HALVED_H, R, STEP_H, pad_h, at.parity_h);
@@ -307,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         }
         if (!is_last) continue;
 
+        // ---- Results
 #if HAS_RESIDUAL
         copy_async_wait<(STAGES > 1 ? 1 : 0)>();  // all but what was asked for later
         __syncthreads();

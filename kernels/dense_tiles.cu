@@ -121,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     extern __shared__ __align__(16) u8 shared[];
     u8* const out_shared = shared + BUFFERS * TILE_BYTES;
     const u32 in_shared = shared_address(shared), filter_shared = shared_address(out_shared + OUT_BYTES);
+
+    // ---- Place of the block and of a tile
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int k0 = blockIdx.x % k_blocks * BLOCK_K;
@@ -144,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         return at;
     };
 
+    // ---- Copies
     auto load_tile = [&](int tile, int buffer) {
         const Place at = place_of(tile);
         const int y0 = at.p0 * DOWN_H * in_step_h + lattice_of(HALVED_H, R, pad_h, at.parity_h).origin;
@@ -190,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     load_tile(first_tile, 0);
     copy_async_commit();
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
     u32 fragment_from[WARP_TILES];
@@ -223,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         return valid ? static_cast<i64>(image) * p * q + y * q + x : -1;
     };
 
+    // ---- Tiles
     for (int tile = first_tile; tile < end_tile; ++tile) {
         const int buffer = BUFFERS == 2 ? (tile - first_tile) % 2 : 0;
         copy_async_wait<0>();

@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     int band_groups, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once) {
     extern __shared__ __align__(16) float filter_shared[];
 
+    // ---- Place of the thread
     const int lane_c = threadIdx.x % lanes_c, c_tile = blockIdx.x % c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
     const int lane_tile = threadIdx.x / lanes_c;
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const Element* const in_image = in + static_cast<i64>(tile) * h * w * in_channels + k0 / multiplier;
     const i64 out_offset = static_cast<i64>(tile) * p * q * k + k0;
 
+    // ---- Loads
     auto load_rows = [&](Vector<IN_VEC> (&to)[DOWN_H][IN_X], int group) {
 #pragma unroll
         for (int a = 0; a < DOWN_H; ++a) {
@@ -138,6 +140,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     __syncthreads();
 
     if (!active) return;
+
+    // ---- Filter and bias
     const float* const taps_shared = filter_shared + lane_c * FILTER_PITCH;
     float taps[FILTER_SHARED ? 1 : TAPS][VEC];
     auto load_tap = [&](int tap, float (&f)[VEC]) {
@@ -159,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
         b.to_floats(bias_values);
     }
 
+    // ---- Finished rows
     float acc[DEPTH][UP_H][TILE_Q][VEC] = {};
     auto row_of = [&](int step) { return UP_H * (group0 + step - (DEPTH - 1)) - shift_h; };
     auto row_valid = [&](int step, int e) { return step >= DEPTH - 1 && row_of(step) + e >= 0 && row_of(step) + e < p; };
@@ -204,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
                     for (int v = 0; v < VEC; ++v) acc[depth][e][j][v] = depth ? acc[depth - 1][e][j][v] : 0.0f;
     };
 
+    // ---- Steps
     for (int first = first_step; first < last_step; first += PREFETCH)
 #pragma unroll
         for (int u = 0; u < PREFETCH; ++u) {  // unrolled, so that what is loaded ahead is not moved

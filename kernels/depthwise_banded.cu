@@ -103,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const stages = out_shared + 2 * Out::BUFFER;
     u8* const filter_shared = stages + STAGES * In::STAGE;
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
     // DRAM page or of a halo is then still in L2.
@@ -119,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
     const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
 
+    // ---- Items of this thread
     const auto place = [&](int item, int pairs) {
         return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
     };
@@ -153,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         return row >= 0 && row < out_rows[l];
     };
 
+    // ---- Copies: device memory, stages, planes
     uint4 added[HAS_RESIDUAL ? Out::ITEMS : 1][2];
     auto load_residual = [&](int step) {
         if (!HAS_RESIDUAL) return;
@@ -208,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         out_step += static_cast<i64>(ROWS * q) * c;
     };
 
+    // ---- First copies
     constexpr int FILTER_PIECES = BLOCK_C * R * S / 8;  // of 16 bytes
     for (int e = tid; e < FILTER_PIECES; e += THREADS) {
         const bool valid = e * 8 < (c - c0) * R * S;
@@ -227,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     load_residual(1);
     __syncthreads();
 
+    // ---- Filter and fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_strip = warp / (BLOCK_C / WARP_C) * WARP_STRIPS;
     u32 taps[WARP_C][R][SPAN];
@@ -260,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
                           (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
+    // ---- Products of a row
     float acc[WARP_C][R][TILES][4] = {};
     auto multiply = [&](u32 from, int channel, int tile, int t) {
         u32 a[SPAN / 2 + 1][4];
@@ -325,6 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
     };
 
+    // ---- Steps
     int stage = STAGES > 1 ? 1 : 0;  // of the next step
     const auto exchange = [&](int step) {
         if (step > 0) store(step - 1);

@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const grad_shared = in_shared + 2 * In::BUFFER;
     u8* const stages = grad_shared + 2 * Grad::BUFFER;
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int c_tile = blockIdx.x % c_tiles, split = blockIdx.x / c_tiles;
     const int c0 = c_tile * BLOCK_C;
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int tile_steps = ceil_div(rows, ROWS);
     const int steps = (tiles - split + splits - 1) / splits * tile_steps;
 
+    // ---- Items of this thread
     // The tile and step that are loaded next, and the places of this thread's items in that tile.
     int load_tile = split, load_step = 0;
     const u16 *in_step = in, *grad_step = out_grad;  // its rows, of the tile's first image
@@ -152,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.run * Grad::PITCH + at.pair * 4;
     }
 
+    // ---- Copies: device memory, stages, planes
     auto load = [&](int step, u8* stage) {
         if (step < steps) {
             if (load_step == 0) enter_tile();
@@ -197,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     load(STAGES, stages);
     __syncthreads();
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16": in both operands
     // the sum runs over strips, which are the rows of what ldmatrix fetches and transposes.
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_n = warp / (BLOCK_C / WARP_C);
@@ -212,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     constexpr u32 ONES = DTYPE == DTYPE_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
 
+    // ---- Products of a row
     float acc[WARP_C][R][4] = {}, bias_acc[WARP_C][4] = {};
     u32 window[WARP_C][R][TILES][2];
     int step_of_tile = 0;
@@ -247,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                     for (int i = 0; i < 2; ++i)  // volatile: else the compiler selects between old and new in every step
                         asm volatile("mov.b32 %0, 0;" : "=r"(window[channel][r][tile][i]));
     };
+
+    // ---- Steps
     u8* stage = stages + (STAGES > 1 ? STAGE : 0);  // of the next step
     const auto exchange = [&](int step) {
         if (step + 1 < steps) {
@@ -267,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         if (!exchanges_first) exchange(step);
     }
 
+    // ---- Sums of the block
     // The sums of a warp's diagonals, then of the warps of a channel, in shared memory.
     __syncthreads();
     float* const matrix = reinterpret_cast<float*>(shared) + warp * MATRIX;
@@ -290,6 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
     }
     __syncthreads();
+
+    // ---- Sums of the blocks
     const int filter_elements = c * R * S, elements = filter_elements + (HAS_BIAS ? c : 0);
     const auto element_of = [&](int o) {
         const int channel = c0 + o / SUMS, tap = o % SUMS;

@@ -94,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     extern __shared__ __align__(16) u8 shared[];
     u16* const filter_shared = reinterpret_cast<u16*>(shared + GROUPS * GROUP);
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then rows: what they share of a sector or
     // of a halo is then still in L2.
@@ -112,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     const int last = ceil_div(min(R + TILES_M - 1, h + top), TILES_M) * TILES_M;
     const int first_pair = max(left, 0) / 16, last_pair = ceil_div(w + left, 16);
 
+    // ---- Copies of a part
     const auto put_rows = [&](int from, int to) {
         const int items = (to - from) * IMAGES * 8 * PAIRS * GROUPS;
 #pragma unroll 2
@@ -141,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     };
     for (int e = tid; e < BLOCK_C * PART * TAPS / 2; e += THREADS) reinterpret_cast<u32*>(filter_shared)[e] = 0;
 
+    // ---- Products of a pair
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const u32 plane = shared_address(shared) + warp / 8 * GROUP + warp % 8 * CHANNEL + lane % 16 / STRIP * IMAGE +
                       lane / 16 * 16;
@@ -164,6 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
         }
     };
 
+    // ---- Parts
     for (int part = first; part < last; part += PART) {
         const int steps = min(PART, last - part);
         __syncthreads();
@@ -194,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     }
     __syncthreads();
 
+    // ---- Results
     // Calls run(planes of a pair of results, offset of their pixels, their channels, whether there is a second one).
     const auto for_results = [&](const auto& run) {
         for (int item = tid; item < GROUPS * 4 * TILES_N * 16 * TILES_M; item += THREADS) {

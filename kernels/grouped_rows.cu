@@ -175,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     u8* const residual_shared = out_shared + OUT_ROWS * OUT_BYTES;
     const u32 filter_shared = shared_address(residual_shared + (HAS_RESIDUAL ? STAGES * OUT_BYTES : 0));
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int warp_c = warp % WARPS_C, warp_m = warp / WARPS_C;
 
@@ -195,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     if (rows <= 0) return;
     const int steps = UP_H == 2 ? (rows + R - 1) / 2 : DOWN_H * (rows - 1) + R;
 
+    // ---- Copies
     // This thread's copies of each step: LOADS pieces of 16 bytes, always of the same channels.
     const int piece = tid % CHUNKS;
     const bool piece_valid = c0 + 8 * piece < c;
@@ -263,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     };
 
+    // ---- Filter and first rows
     if (FILTER_STAGED)
         for (int e = tid; e < BLOCK_C * FILTER_CHUNKS; e += THREADS) {
             const int channel = e / FILTER_CHUNKS, chunk = e % FILTER_CHUNKS;
@@ -329,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
             }
 #endif
 
+    // ---- Fragments
     // Where this lane's row of each 16-pixel input fragment starts (for shift 0 of the warp's first
     // group). The upper half of the lanes fetches the upper half of the 16-deep step: at width 8 the
     // next shift, which with stride 2 lies among the odd columns.
@@ -347,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
         DGRAD ? filter_shared + (warp_group + lane % 16) * FILTER_BYTES + (warp_channel - warp_group) * 2 + lane / 16 * 16
               : filter_shared + (warp_channel + lane % 8 + lane / 16 * 8) * FILTER_BYTES + lane / 8 % 2 * 16;
 
+    // ---- Finished rows
     auto store_row = [&](int row, int buffer) {
         u16* const to = out + out_first + row * out_row_elements;
         const u8* const from = out_shared + buffer * OUT_BYTES + out_from;
@@ -395,6 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
                         }
     };
 
+    // ---- Steps
     Accumulators acc[LIVE];
     int slot = 0;
     for (int first = 0; first < steps; first += PERIOD) {
@@ -421,6 +427,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #pragma unroll
                                     for (int e = 0; e < 4; ++e) acc[live_row(j, r)][parity][g][t][nt][e] = 0.0f;
 
+            // ---- Products of the input row
             if (inside(input_row(step))) {
 #pragma unroll
                 for (int tap = 0; tap < TAPS; ++tap)

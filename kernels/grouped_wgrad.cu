@@ -151,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     extern __shared__ __align__(16) u8 shared[];
     const u32 stages = shared_address(shared);
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32;
     int warp = tid / 32;
     const int warp_c = warp % WARPS_C; warp /= WARPS_C;
@@ -165,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     const int q0 = part % q_tiles * BLOCK_Q;
     const int first_row = part / q_tiles * slice_rows;  // of all lattices' rows, one after another
 
+    // ---- Copies
     // This thread's copies of each step: pieces of 16 bytes, always of the same channels.
     const int in_piece = tid % IN_CHUNKS, grad_piece = tid % GRAD_CHUNKS;
     const int first_x = q0 * STRIDE_W * column_step - pad_w;
@@ -180,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         grad_offset[l] = (pixel / BLOCK_Q * p * q + q0 + pixel % BLOCK_Q) * c;
     }
 
+    // ---- Loads of a step
     // The lattice that is being loaded: its first image and phase; the row that comes next; the end of the rows
     // that this block sums (those before `rows_inside` are in the image), and that of the steps without a row.
     const int last_row = min(first_row + slice_rows, (n + BLOCK_N - 1) / BLOCK_N * phases * rows);
@@ -261,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) load_step(s);
 
+    // ---- Fragments
     // Pixels that pad the last tile hold zeros for ever.
     if (M % 16)
         for (int e = tid; e < STAGES * (16 - M % 16) * GRAD_CHUNKS; e += THREADS) {
@@ -289,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
                        2 * warp_k * WARP_K + (WARP_N > 1 ? lane / 16 * 16 : 0);
     }
 
+    // ---- Steps
     float acc[R][TAPS ? TAPS : 1][WARP_N][4] = {};
     float last[LAST_TAP ? STRIDE_H : 1][ROW_PAIRS][WARP_N][4] = {};
     float bias[WARP_N][4] = {};
@@ -366,6 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     copy_async_wait<0>();
     __syncthreads();
 
+    // ---- Sums of the block
     // The warps that share channels add their sums in shared memory, one after another.
     float* const tile = reinterpret_cast<float*>(shared);
     const int row0 = lane / 4, column0 = lane % 4 * 2;  // of the products, "Matrix Fragments for mma.m16n8k16"
@@ -402,6 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         __syncthreads();
     }
 
+    // ---- Sums of the blocks
     const int elements = R * S * c * GW + (HAS_BIAS ? c : 0);
     const float4* const vectors = reinterpret_cast<const float4*>(shared);
     auto write = [&](int v, float4 x) {

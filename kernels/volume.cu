@@ -89,6 +89,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     int lanes_c, int block_p, int block_q) {
     extern __shared__ __align__(16) float filter_shared[];
 
+    // ---- Place of the thread
     const int lane_c = threadIdx.x % lanes_c, lane_tile = threadIdx.x / lanes_c;
     const int c_tile = blockIdx.x % c_tiles, block = blockIdx.x / c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
@@ -111,6 +112,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     const Element* const in_image = in + static_cast<i64>(blockIdx.z) * d * h * w * in_channels + k0 / multiplier;
     const i64 out_offset = static_cast<i64>(blockIdx.z) * z * p * q * k + k0;
 
+    // ---- Loads
     auto load_row = [&](Vector<IN_VEC> (&to)[IN_X], int group, int index) {
         const int plane = DOWN_D * group + index / IN_H - origin_d;
         const u32 columns = plane >= 0 && plane < d && in_rows >> index % IN_H & 1 ? in_columns : 0;
@@ -142,6 +144,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     __syncthreads();
 
     if (!active) return;
+
+    // ---- Filter and bias
     const float* const taps_shared = filter_shared + lane_c * FILTER_PITCH;
     float taps[FILTER_SHARED ? 1 : TAPS][VEC];
     auto load_tap = [&](int tap, float (&f)[VEC]) {
@@ -163,6 +167,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
         b.to_floats(bias_values);
     }
 
+    // ---- Finished planes
     float acc[DEPTH][UP_D][TILE_P][TILE_Q][VEC] = {};
     Vector<VEC> added[UP_D][TILE_P][TILE_Q];
     auto plane_of = [&](int step, int e) { return UP_D * (group0 + step - (DEPTH - 1)) - shift_d + e; };
@@ -220,6 +225,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
                             acc[depth][e][o][j][v] = depth ? acc[depth - 1][e][o][j][v] : 0.0f;
     };
 
+    // ---- Steps
     for (int step = first_step; step < last_step; ++step) {
         if (HAS_RESIDUAL) load_residual(step);
         unrolled<ROWS>([&](auto constant) {
