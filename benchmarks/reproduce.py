@@ -84,7 +84,8 @@ def models() -> None:
 
 def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
-    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables and the headers of kernels."""
+    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables
+    and the headers of the kernels."""
     newest = model_folders(ROOT / "models")
     devices = measured_devices()
     data = [measured(device) for device in devices]

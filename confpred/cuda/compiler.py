@@ -159,6 +159,16 @@ def _compile(text: str, spec: KernelSpec, program_options: ProgramOptions) -> by
         raise CompileError(what, str(error)) from error
 
 
+def with_line_info(spec: KernelSpec, arch: str, folder: Path) -> bytes:
+    """Return `spec` compiled for `arch` with the lines of its text, which is written to `folder`
+    for a profiler to show. No cache has it; raises as `compile_kernel` does."""
+    nvrtc_version()
+    path = folder / spec.file
+    path.write_text(file_text(spec.file), encoding="utf-8")
+    text = program_text(spec).replace(f'#line 1 "{spec.file}"', f'#line 1 "{path}"', 1)
+    return _compile(text, spec, options(arch, name=spec.entry, lineinfo=True))
+
+
 def ptx_of(spec: KernelSpec, arch: str) -> str:
     """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU, and raises as
     `compile_kernel` does."""
