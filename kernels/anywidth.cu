@@ -102,6 +102,32 @@ __device__ __forceinline__ Lattice lattice_of(int halved, int window, int tap_st
     return {odd + 2 * (taps - 1), -2, taps, ((parity + pad - tap_step * odd) >> 1) - tap_step * (taps - 1)};
 }
 
+// Copies the filters of a block's groups, from output channel k0 and input channel c0 of each on.
+__device__ __forceinline__ void load_filter(u32 to, const u16* filter, int groups, int g0, int k0, int c0) {
+    const auto copy = [&](int at, i64 element, bool inside) {
+        copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
+    };
+    if (DGRAD)
+        visit_tile<BLOCK_G * ROWS, 1, OUT_VECTORS, 2 * OUT_VECTOR, 0, ROW_BYTES, WARPS>(
+            [&](int, int vector) { return k0 + vector * OUT_VECTOR < GOUT ? k0 + vector * OUT_VECTOR : -1; },
+            [&](int r) -> i64 {
+                const int g = g0 + r / ROWS, tap = r % ROWS / (PIECES * 8), c = c0 + r % (PIECES * 8);
+                return g < groups && c < GIN ? (static_cast<i64>(g * GIN + c) * (R * S) + tap) * GOUT : -1;
+            },
+            copy);
+    else
+        visit_tile<BLOCK_G * ROWS, R * S, IN_VECTORS, 2 * IN_VECTOR, TAP_BYTES, ROW_BYTES, WARPS>(
+            [&](int tap, int vector) {
+                const int channel = c0 + vector * IN_VECTOR;
+                return channel < GIN ? tap * GIN + channel : -1;
+            },
+            [&](int r) -> i64 {
+                const int g = g0 + r / ROWS, k = k0 + r % ROWS;
+                return g < groups && k < GOUT ? static_cast<i64>(g * GOUT + k) * (R * S * GIN) : -1;
+            },
+            copy);
+}
+
 // `n`, `h`, `w` are the sizes of `in`, and `p`, `q` of `out`. Blocks count parts of groups fastest, then groups, then
 // tiles. A tile's number counts columns fastest, then rows, images and lattices.
 extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
@@ -144,30 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     };
 
     // ---- Copies
-    const auto load_filter = [&](u32 to, int c0) {
-        const auto copy = [&](int at, i64 element, bool inside) {
-            copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
-        };
-        if (DGRAD)
-            visit_tile<BLOCK_G * ROWS, 1, OUT_VECTORS, 2 * OUT_VECTOR, 0, ROW_BYTES, WARPS>(
-                [&](int, int vector) { return k0 + vector * OUT_VECTOR < GOUT ? k0 + vector * OUT_VECTOR : -1; },
-                [&](int r) -> i64 {
-                    const int g = g0 + r / ROWS, tap = r % ROWS / (PIECES * 8), c = c0 + r % (PIECES * 8);
-                    return g < groups && c < GIN ? (static_cast<i64>(g * GIN + c) * (R * S) + tap) * GOUT : -1;
-                },
-                copy);
-        else
-            visit_tile<BLOCK_G * ROWS, R * S, IN_VECTORS, 2 * IN_VECTOR, TAP_BYTES, ROW_BYTES, WARPS>(
-                [&](int tap, int vector) {
-                    const int channel = c0 + vector * IN_VECTOR;
-                    return channel < GIN ? tap * GIN + channel : -1;
-                },
-                [&](int r) -> i64 {
-                    const int g = g0 + r / ROWS, k = k0 + r % ROWS;
-                    return g < groups && k < GOUT ? static_cast<i64>(g * GOUT + k) * (R * S * GIN) : -1;
-                },
-                copy);
-    };
     const auto load_step = [&](int step, int slot) {
         const int c0 = step % PASSES * PIECES * 8;
         const Place at = place_of(first_tile + step / PASSES);
@@ -187,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
             column, row, [&](int at, i64 element, bool inside) {
                 copy_channels<IN_VECTOR>(to + at, inside ? in + element : in, inside);
             });
-        if (PASSES > 1) load_filter(to + TILE_BYTES, c0);
+        if (PASSES > 1) load_filter(to + TILE_BYTES, filter, groups, g0, k0, c0);
     };
 
-    if (PASSES == 1) load_filter(kept_filter, 0);
+    if (PASSES == 1) load_filter(kept_filter, filter, groups, g0, k0, 0);
 #pragma unroll
     for (int s = 0; s < (STAGES > 1 ? STAGES - 1 : 1); ++s) {
         if (s < steps) load_step(s, s);
