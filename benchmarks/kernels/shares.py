@@ -3,11 +3,11 @@
     python -m benchmarks.kernels.shares           # computes, and fills the headers of kernels/*.cu
     python -m benchmarks.kernels.shares --check   # changes nothing; exit 1 if a header is stale
 
-The floor of a layer is its roofline on the device's data sheet rates (`Device.roofline_s`). Of each
-family count the rows of today's kernel, in the first of these folders that has any: the hold-outs
-of the H100, those of the H200, then what models learn from. Of a config's repeated times the median
-counts, of a problem its fastest config. Three layers stand for the quarter of the problems that
-moves the most bytes: those at 25, 50 and 75 % of the order of their shares.
+The floor of a layer is its roofline (`Device.roofline_s`). A family's rows are those of today's
+kernel, in the first of these folders that has any: the hold-outs of the H100, those of the H200,
+then what models learn from. A config's time is the median of its rows, and a problem's that of its
+fastest config. Three layers stand for the quarter of the problems that moves the most bytes: those
+at 25, 50 and 75 % of the order of their shares.
 
 Headers are comments, so a kernel's digest stays as it is.
 """
