@@ -59,6 +59,8 @@ def kernel(
     own = _family(family)
     problem = None if layer is None else own.operation.problem.parse(layer)
     if action == "check":
+        if config is not None or lineinfo:
+            raise click.UsageError("--config and --lineinfo are for time and profile")
         _check(own, problem, device)
         return
     if problem is None:
@@ -171,7 +173,9 @@ def _profile(
     installed = shutil.which("ncu") is not None
     device: Any = _gpu(text)[1] if installed else get_device(_COMPILED_FOR)
     launch = family.launch(problem, _row(family, problem, config, device))
-    entries = "|".join(dict.fromkeys(spec.entry for spec in launch.kernels)) or ".*"
+    if not launch.kernels:
+        raise InvalidInput("family", family.name, "a family with kernels of its own")
+    entries = "|".join(dict.fromkeys(spec.entry for spec in launch.kernels))
     timed = ["kernel", family.name, "time", "--layer", str(problem), "--device", text]
     timed += ["--config", config] if config is not None else []
     timed += ["--lineinfo"] if lineinfo else []

@@ -16,11 +16,13 @@ from confpred.cli.kernel import _compile_with_lines, _row
 from confpred.cuda import compiler
 from confpred.cuda.cache import KernelCache
 from confpred.families.protocol import Candidate
-from confpred.families.registry import all_families, config_words
+from confpred.families.registry import all_families, config_ids, config_words
+from confpred.measure.timing import Outcome, Status
 from confpred.problem.conv2d import Problem
 
 WORDS = "n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1 groups=8"
 LAYER = ("--layer", WORDS)
+CHAIN = ("--layer", "batch=16 inputs=128 hidden=64 outputs=64 layers=2")
 FAMILY = all_families()["grouped_fprop"]
 
 
@@ -48,6 +50,8 @@ def test_check_is_of_the_layer_that_is_given() -> None:
         (("grouped_fprp", "check"), "family='grouped_fprp' is not allowed; allowed: grouped_fprop"),
         (("cudnn", "check"), "family='cudnn' is not allowed"),
         (("grouped_fprop", "tame"), "'tame' is not one of 'check', 'time', 'profile'"),
+        (("grouped_fprop", "check", "--lineinfo"), "--lineinfo are for time and profile"),
+        (("linear_epilogue", "profile", *CHAIN), "allowed: a family with kernels of its own"),
         (("grouped_fprop", "time"), "time needs a layer: --layer WORDS"),
         (("grouped_fprop", "profile"), "profile needs a layer: --layer WORDS"),
         (("grouped_fprop", "time", *LAYER), "no CUDA device can be used here"),
@@ -87,6 +91,26 @@ def test_the_config_is_the_one_given_or_the_best_of_the_family() -> None:
     assert all_families()["anywidth_fprop"].legal(wide, H100)[
         _row(all_families()["anywidth_fprop"], wide, None, H100)
     ]
+
+
+@pytest.mark.parametrize("status", ["ok", "wrong_result"])
+def test_time_says_floor_and_share(monkeypatch: pytest.MonkeyPatch, status: Status) -> None:
+    def measured(problem: Problem, family: object, rows: list[int], **_: object) -> list[Outcome]:
+        return [Outcome(rows[0], status, 0.02, 0.001, registers=64, message="3 elements are off")]
+
+    # There is no GPU: its description, and a time on it.
+    monkeypatch.setattr("confpred.cli.kernel._gpu", lambda _: (0, H100))
+    monkeypatch.setattr("confpred.measure.kernels.measure", measured)
+    done = confpred("kernel", FAMILY.name, "time", *LAYER)
+    if status != "ok":
+        named(done, "grouped_fprop: wrong_result: 3 elements are off", 1)
+        return
+    floor_ms = H100.roofline_s(Problem.parse(WORDS)) * 1e3
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert facts["family"] == "grouped_fprop on NVIDIA H100 80GB HBM3"
+    assert facts["config"] in config_ids(FAMILY.name)
+    assert facts["floor"] == f"{floor_ms:.4f} ms, by bytes"
+    assert facts["share"] == f"{floor_ms / 0.02:.0%} of the floor"
 
 
 def test_lines_are_known_and_change_no_cache(
