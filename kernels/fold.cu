@@ -14,6 +14,8 @@
 // The bound is memory: a filter is read and written once. So that the loads of a lane do not wait for one another,
 // it asks for UNROLL groups before it stores the first.
 //
+// Compile-time: LAYERS, of a launch.
+//
 // Parts:
 //   block   a layer (y), and channels of it
 //   warp    one output channel
