@@ -164,7 +164,7 @@ def _compile_with_lines(launch: Launch, arch: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    open_kernels(folder, arch)
+    open_kernels(folder, arch, whole=False)
 
 
 def _profile(

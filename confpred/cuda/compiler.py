@@ -256,8 +256,9 @@ def bundle_files(
     return {MANIFEST: json.dumps(manifest, indent=1) + "\n", **entries}
 
 
-def open_kernels(folder: Path, arch: str) -> KernelBundle:
-    """Look for kernels in the bundle at `folder` from now on, before anywhere else.
+def open_kernels(folder: Path, arch: str, *, whole: bool = True) -> KernelBundle:
+    """Look for kernels in the bundle at `folder` from now on, before anywhere else. Where it should
+    be `whole`, the first kernel that it lacks is a warning.
 
     Raises:
         DataError: it is no bundle, or was made of other kernel sources.
@@ -282,6 +283,8 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
     bundle = KernelBundle(folder.resolve(), arch)
     with uninterrupted, _lock:
         _opened = (bundle, *(other for other in _opened if other != bundle))
+        if not whole:
+            _incomplete.add(bundle)
     return bundle
 
 

@@ -114,7 +114,7 @@ def test_time_says_floor_and_share(monkeypatch: pytest.MonkeyPatch, status: Stat
 
 
 def test_lines_are_known_and_change_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -127,10 +127,13 @@ def test_lines_are_known_and_change_no_cache(
         _compile_with_lines(launch, H100.arch)
         (folder,) = tmp_path.glob("confpred-lines-*")
         lined = compiler.compile_kernel(spec, H100.arch)
+        other = FAMILY.operation.reference(problem, "out").kernel
+        assert compiler.bundled(other, H100.arch) is None
     finally:
         for bundle in compiler._opened:
             compiler.close_kernels(bundle)
     assert lined.cached
+    assert caplog.records == []  # a reference is never in it
     for word in (str(folder).encode(), b"grouped_rows.cu"):
         assert word in lined.cubin
         assert word not in plain
