@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
     "report": ("learn", "Write what is known of a model or of measurements as one HTML page."),
     "benchmark": ("benchmark", "Time a network by PyTorch and by confpred on this GPU."),
+    "kernel": ("kernel", "Check, time or profile the kernels of a family."),
     "check-family": ("sample", "Check a kernel family of your own against the protocol."),
     "serve": ("serve", "Answer config queries over HTTP."),
     "token": ("serve", "Make an access token for the HTTP service, or revoke one."),
