@@ -57,10 +57,10 @@ def epilogue_macros(problem: Problem | ConvNd) -> tuple[tuple[str, int | str], .
 
 
 def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
-    """Return macros ``HOST_...`` for sizes that launch and kernel both work out, such as a block's
-    threads and its shared memory. The kernel asserts that both come to the same value, so that a
-    difference is a compile error. The sizes must follow from the other macros, or there would be
-    more kernels than those tell apart."""
+    """Return macros ``HOST_...`` of sizes that host and kernel both compute, such as a block's
+    threads and its shared memory. The kernel asserts that both are equal, so that a difference is a
+    compile error. The sizes must follow from the other macros; else there would be more kernels
+    than those distinguish."""
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
@@ -103,7 +103,7 @@ def sum_step(
     scalars: Mapping[str, int],
 ) -> Step:
     """Return the step of the kernel `name`, which adds up the sums of a filter's gradient that
-    blocks have left in the scratch memory: `elements` of them, `columns` by a block, with
+    blocks have left in scratch memory: `elements` sums, `columns` of them by a block, with
     `thread_bytes` of shared memory for each of its threads."""
     smem_bytes = thread_bytes * SUM_THREADS
     agreed = agreed_macros(threads=SUM_THREADS, smem_bytes=smem_bytes, columns=columns)
@@ -146,22 +146,23 @@ def largest(*values: Any) -> Any:
 
 
 def allowed(reduction: Array, problem: Any) -> Mask:
-    """Which ways to add up sums serve a `problem` that may have to be deterministic."""
+    """Return the ways to add up sums that are legal for a `problem`, which may have to be
+    deterministic."""
     return (reduction != ATOMIC) | np.logical_not(problem.deterministic)
 
 
 def distinct_bands(size: int, bands: Array) -> Mask:
-    """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
-    band of one row would read a whole window to make it; and half as many bands must be larger
+    """Return which counts of bands to offer for `size` rows. A band has at least two rows, because
+    a band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
     rows = ceil_div(size, bands)
     return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
 
 
 def well_filled(least: int, *tiles: tuple[Any, Any]) -> Mask:
-    """Which tiles are worth offering, given their size along each axis and what they cover there.
-    One twice as large as what it covers does the work of a smaller one, slower; those of at most
-    `least` places serve whatever is smaller still."""
+    """Return which tiles to offer, from pairs of a tile's size along an axis and the size that it
+    covers there. A tile twice as large as what it covers does the work of a smaller one, slower;
+    the smallest tiles, of at most `least` places, are always offered."""
     filled: Mask = reduce(np.logical_and, (size < 2 * covered for size, covered in tiles))
     return filled | (reduce(np.multiply, (size for size, _ in tiles)) <= least)
 
@@ -194,8 +195,8 @@ class Occupancy:
     def of(
         cls, device: Device, blocks: Array, threads: Array, registers: Array, smem_bytes: Array
     ) -> Occupancy:
-        """How `device` is filled by `blocks` of `threads`, with so many `registers` a thread and so
-        many bytes of shared memory a block."""
+        """Return how `blocks` fill `device`: blocks of `threads`, each with so many `registers` a
+        thread and `smem_bytes` of shared memory."""
         smem = smem_bytes + device.smem_reserved_per_block
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
@@ -234,7 +235,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
     problems. Logarithms are to base 2."""
     p = problem
     # A ratio of integers, which may be too large for an array.
-    intensity = p.each(lambda each: each.flops / each.minimum_bytes)
+    intensity = p.map(lambda one: one.flops / one.minimum_bytes)
     sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
     names = ("log_n", "log_c", "log_k", "log_p", "log_q", "log_bytes", "log_intensity")
     return {
@@ -250,7 +251,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": p.each(lambda each: ACTIVATIONS.index(each.activation)),
+        "activation": p.map(lambda one: ACTIVATIONS.index(one.activation)),
         "residual": p.residual,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
@@ -261,8 +262,8 @@ def _log2(values: tuple[Any, ...]) -> list[Any]:
     """Return the logarithm of each of `values`, at once where they are numbers."""
     if any(isinstance(value, np.ndarray) for value in values):
         return [np.log2(value) for value in values]
-    found: list[Any] = np.log2(np.array(values, np.float64)).tolist()
-    return found
+    logarithms: list[Any] = np.log2(np.array(values, np.float64)).tolist()
+    return logarithms
 
 
 #: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each

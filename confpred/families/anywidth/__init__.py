@@ -65,8 +65,8 @@ def is_first(pieces: int, most: Array, options: tuple[int, ...]) -> Mask:
         if parts not in seen:
             seen.add(parts)
             kept.append(option)
-    found: Mask = (most[:, None] == kept).any(1)
-    return found
+    first: Mask = (most[:, None] == kept).any(1)
+    return first
 
 
 def shared_s(read: Any, device: Device) -> Floats:
@@ -76,7 +76,7 @@ def shared_s(read: Any, device: Device) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class AnyWidthAxis:
     """How a kernel walks a layer's rows, or its columns; the names are the kernel's.
 
     Attributes:
@@ -102,22 +102,22 @@ class Axis:
         return 1 + (self.halved > 0)  # an array of several problems' too
 
 
-def axes_of(problem: Problem) -> tuple[Axis, Axis]:
+def describe_axes(problem: Problem) -> tuple[AnyWidthAxis, AnyWidthAxis]:
     """Return the rows and the columns of `problem`."""
-    return _axis_of(problem, 0), _axis_of(problem, 1)
+    return _describe_axis(problem, 0), _describe_axis(problem, 1)
 
 
-def _axis_of(problem: Problem, axis: int) -> Axis:
+def _describe_axis(problem: Problem, axis: int) -> AnyWidthAxis:
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     if problem.direction != "dgrad":
         steps = grouped.steps_of(taps, stride, dilation)
-        return Axis(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
+        return AnyWidthAxis(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
     dilation = dilation if taps > 1 else 1
     if stride == 1:
-        return Axis(taps, taps, 1, dilation, 0, 1, inputs)
+        return AnyWidthAxis(taps, taps, 1, dilation, 0, 1, inputs)
     positions = -(-inputs // 2)
     if dilation % 2:
-        return Axis(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
-    return Axis(taps, taps, 1, dilation // 2, 1, 1, positions)
+        return AnyWidthAxis(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
+    return AnyWidthAxis(taps, taps, 1, dilation // 2, 1, 1, positions)

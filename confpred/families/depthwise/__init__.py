@@ -32,7 +32,7 @@ MAX_THREADS = 256  # of a block: what the kernels are compiled for
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class DepthwiseAxis:
     """One dimension of an image or volume as ``depthwise.cu`` and ``volume.cu`` see it: input ``i``
     meets output ``o`` at tap ``r`` where ``up * (i + origin) = down * (o + shift) + dilation *
     r``."""
@@ -50,7 +50,7 @@ class Axis:
     def of(
         cls, direction: str, size: int, result: int, window: int, stride: int, pad: int,
         dilation: int,
-    ) -> Axis:  # fmt: skip
+    ) -> DepthwiseAxis:  # fmt: skip
         """Return the axis of a layer, whose input has `size` places and whose output `result`."""
         if direction == "fprop":
             return cls(size, result, window, 1, stride, dilation, pad, 0)
@@ -62,8 +62,8 @@ class Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        found: int = self.pieces(self.up)
-        return found
+        count: int = self.pieces(self.up)
+        return count
 
     def reach(self, tile: Array) -> Array:
         """Return how many inputs a tile of so many outputs reads."""
@@ -104,7 +104,7 @@ def accessible(vec: Array, problem: Any) -> Mask:
     an odd count of channels, which leaves nothing else, and for large windows, which leave no
     registers for more. The output channels of a vector share one input channel, or fall into whole
     groups that each share one."""
-    multiplier, narrow = problem.each(_access)
+    multiplier, narrow = problem.map(_access)
     fits: Mask = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)

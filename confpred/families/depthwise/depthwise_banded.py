@@ -167,7 +167,7 @@ def rules(problem: Any, t: Columns, w: Any, splits: Any = 1) -> Mask:
     and are less than twice as large as what they cover, or the smallest."""
     images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
     return (
-        (images * problem.each(_padded_image) <= common.MAX_INT)
+        (images * problem.map(_padded_image) <= common.MAX_INT)
         & (np.maximum(w.blocks, w.all_runs + splits * t["strips"]) <= common.MAX_INT)
         & ((w.runs < 2 * w.all_runs) | (t["strips"] == 16))
         & ((t["rows"] < 2 * w.band_rows) | (t["rows"] == 1))
@@ -256,7 +256,7 @@ class DepthwiseBanded(Banded):
     shared_features = _SHARED
 
     def _walked(self, problem: Any) -> tuple[Any, Any]:
-        height, width = problem.each(common.image_sizes)[1]
+        height, width = problem.map(common.image_sizes)[1]
         return height, width
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
@@ -310,15 +310,15 @@ class DepthwiseBanded(Banded):
         the time of device memory, whose rate is bounded where too little is in flight, and the
         times of the tensor cores and of the instructions of the multiprocessor with the most
         blocks."""
-        (in_height, _), (height, width) = problem.each(common.image_sizes)
+        (in_height, _), (height, width) = problem.map(common.image_sizes)
         registers = np.minimum(w.registers, most_registers(t))
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         # With one band, rows of padding above the image are left out; those below it only finish
         # the rows above them.
-        whole, above = w.bands == 1, problem.each(_above)
+        whole, above = w.bands == 1, problem.map(_above)
         walked = w.band_rows + problem.r - 1 - whole * above
         steps = ceil_div(walked, t["rows"])
-        lowest = in_height + problem.each(padding_read)[0] - above
+        lowest = in_height + problem.map(padding_read)[0] - above
         inside = np.where(whole, np.minimum(lowest, walked), walked)
         computed = np.minimum(ceil_div(inside, t["rows"]), steps)
         step_bytes = t["rows"] * w.runs * w.in_x * t["block_c"] * problem.itemsize

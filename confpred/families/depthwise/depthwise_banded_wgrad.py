@@ -146,7 +146,7 @@ class DepthwiseBandedWgrad(banded.Banded):
         ideal_rounds = w.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
         walked = w.band_rows + problem.r - 1
-        lowest = np.minimum(walked, problem.each(_lowest_row))
+        lowest = np.minimum(walked, problem.map(_lowest_row))
         walked = np.where(w.bands == 1, lowest, walked)
         steps = ceil_div(walked, t["rows"])
         pixels = w.in_x + 8 * t["run"]

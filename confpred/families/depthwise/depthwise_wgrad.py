@@ -138,7 +138,7 @@ class DepthwiseWgrad(Tabled):
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
-        dilation_h, dilation_w = problem.each(depthwise.dilation)
+        dilation_h, dilation_w = problem.map(depthwise.dilation)
         w.block_r = ceil_div(problem.r, t["row_groups"])
         w.row_groups = ceil_div(problem.r, w.block_r)  # without empty ones
         w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the window

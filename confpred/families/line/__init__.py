@@ -91,8 +91,8 @@ def tiles_fit(problem: ConvNd, tile: Array, vectors: Array) -> Mask:
 def window_macros(problem: ConvNd, t: Any) -> tuple[tuple[str, int], ...]:
     """Return the macros of ``line.cuh`` for the windows `t` of one config."""
     up, down, *_ = axis(problem)
-    found: Any = macros(
+    defines: Any = macros(
         S=problem.s, UP=up, DOWN=down, DILATION=spread(problem), PHASE=int(t["phase"]),
         TILE=int(t["tile"]), IN_VEC=int(t["in_vec"]), OUT_VEC=int(t["out_vec"]),
     )  # fmt: skip
-    return found
+    return defines

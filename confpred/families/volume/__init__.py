@@ -94,5 +94,5 @@ def shared_lanes(problem: ConvNd, t: dict[str, Array]) -> None:
 def bound(registers: Array) -> Array:
     """Return the bounds of registers that kernels with these estimates are compiled for."""
     places = np.searchsorted(_BOUNDS, registers * _MARGIN)
-    found: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
-    return found
+    bounds: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
+    return bounds
