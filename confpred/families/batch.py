@@ -62,14 +62,14 @@ class ProblemBatch:
 
     def map(self, function: Callable[[Any], _Value]) -> _Value:
         """Return the values of `function`, which is called for each problem."""
-        value = self._compute_once(function, lambda: _stacked([function(p) for p in self.problems]))
+        value = self._cache(function, lambda: _stacked([function(p) for p in self.problems]))
         return cast("_Value", value)
 
     each = map  # its former name, for families of plug-ins
 
     def once(self, formula: Callable[[Any], _Value]) -> _Value:
         """Return the value of `formula` for the whole batch, with one element a problem."""
-        value = self._compute_once(formula, lambda: formula(self._view(lambda values: values)))
+        value = self._cache(formula, lambda: formula(self._view(lambda values: values)))
         return cast("_Value", value)
 
     def each_row(self, function: Callable[[Any], _Value], at: Rows | None = None) -> _Value:
@@ -87,11 +87,11 @@ class ProblemBatch:
 
     def pairs(self, rows: Rows, kept: Mask) -> tuple[ProblemBatch, Rows]:
         """Return the `kept` rows; of several problems, the pairs of a problem and a kept row,
-                problem by problem and in the order of `rows`.
+        problem by problem and in the order of `rows`.
 
-                Args:
-        rows: row numbers of a table.
-                    kept: mask of the shape to which the problems' arrays and `rows` broadcast.
+        Args:
+            rows: row numbers of a table.
+            kept: mask of the shape to which the problems' arrays and `rows` broadcast.
         """
         if len(self.problems) == 1:
             return self, rows[kept]
@@ -103,9 +103,7 @@ class ProblemBatch:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle look for such names
             raise AttributeError(name)
-        value = self._compute_once(
-            name, lambda: _stacked([getattr(p, name) for p in self.problems])
-        )
+        value = self._cache(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
         self.__dict__[name] = value  # the next access does not come here
         return value
 
@@ -114,7 +112,7 @@ class ProblemBatch:
         view._flat, view._shaped = self._flat, shaped
         return view
 
-    def _compute_once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def _cache(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         value = self._values.get(key)
         if value is None:
             if key not in self._flat:

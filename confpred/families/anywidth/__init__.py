@@ -76,7 +76,7 @@ def shared_s(read: Any, device: Device) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyWidthAxis:
+class Walk:
     """How a kernel walks a layer's rows, or its columns; the names are the kernel's.
 
     Attributes:
@@ -102,22 +102,22 @@ class AnyWidthAxis:
         return 1 + (self.halved > 0)  # an array of several problems' too
 
 
-def describe_axes(problem: Problem) -> tuple[AnyWidthAxis, AnyWidthAxis]:
+def describe_axes(problem: Problem) -> tuple[Walk, Walk]:
     """Return the rows and the columns of `problem`."""
     return _describe_axis(problem, 0), _describe_axis(problem, 1)
 
 
-def _describe_axis(problem: Problem, axis: int) -> AnyWidthAxis:
+def _describe_axis(problem: Problem, axis: int) -> Walk:
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     if problem.direction != "dgrad":
         steps = grouped.steps_of(taps, stride, dilation)
-        return AnyWidthAxis(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
+        return Walk(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
     dilation = dilation if taps > 1 else 1
     if stride == 1:
-        return AnyWidthAxis(taps, taps, 1, dilation, 0, 1, inputs)
+        return Walk(taps, taps, 1, dilation, 0, 1, inputs)
     positions = -(-inputs // 2)
     if dilation % 2:
-        return AnyWidthAxis(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
-    return AnyWidthAxis(taps, taps, 1, dilation // 2, 1, 1, positions)
+        return Walk(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
+    return Walk(taps, taps, 1, dilation // 2, 1, 1, positions)

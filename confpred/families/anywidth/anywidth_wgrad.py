@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import anywidth, common
-from confpred.families.anywidth import MOST_ROW_VECTORS, AnyWidthAxis, depth_of, describe_axes
+from confpred.families.anywidth import MOST_ROW_VECTORS, Walk, depth_of, describe_axes
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Columns, Floats, Mask
@@ -211,9 +211,7 @@ def _elements(problem: Any) -> Any:
     return problem.filter_elements + problem.k * problem.bias
 
 
-def _shape(
-    table: Table, width: int, depth: int, rows: AnyWidthAxis, columns: AnyWidthAxis
-) -> Workings:
+def _shape(table: Table, width: int, depth: int, rows: Walk, columns: Walk) -> Workings:
     t, w, taps = table.columns, Workings(), rows.taps * columns.taps
     in_pieces, out_pieces = ceil_div(width, 8), ceil_div(depth, 8)
     groups, pixels = t["block_g"], t["block_n"] * t["block_p"] * t["block_q"]
