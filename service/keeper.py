@@ -133,7 +133,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     """Check an upload, and write its new rows as a part of the data."""
     from confpred.data.parquet import new_rows, write
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.retraining.admission import TOKEN, Refused, check_shard
+    from confpred.retraining.admission import TOKEN, RefusedShard, check_shard
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     file, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
@@ -142,7 +142,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}
     try:
         shard = check_shard(file, models, exchange.files(rooms.CONTROLS))
-    except Refused as error:
+    except RefusedShard as error:
         reason = str(error).removeprefix(f"{file}: ").replace(str(file), "the file")
         return {"refused": reason, "run_ids": [*error.run_ids]}
     if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:

@@ -133,6 +133,6 @@ def leave_signals() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    for each in _WORDS:
-        signal.signal(each, signal.SIG_IGN)
+    for other in _WORDS:
+        signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)

@@ -116,7 +116,7 @@ def problems_of(layers: Sequence[str], operation: str | None, network: Path | No
         return [entry.problem for entry in read_suite(network).entries]
     texts = [texts_of(layer) for layer in layers]
     named = operation and operation_named(operation).problem
-    problems: list[Record] = [(named or kind_of(each)).from_texts(each) for each in texts]
+    problems: list[Record] = [(named or kind_of(fields)).from_texts(fields) for fields in texts]
     for problem in problems:
         if type(problem) is not type(problems[0]):
             allowed = "layers of one operation in a command, such as 2-D convolutions"

@@ -144,7 +144,7 @@ def _cells(choice: Choice) -> dict[str, str]:
     """Return the columns of a table by their headings."""
     bound, times = choice.regret_bound, (choice.predicted_ms, choice.pytorch_ms)
     predicted, pytorch = ("" if ms is None else f"{ms:.4f}" for ms in times)
-    known = "" if bound is None else f"{bound:.3f}"
+    shown = "" if bound is None else f"{bound:.3f}"
     confidence = "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
     return {
         "layer": str(choice.problem),
@@ -153,7 +153,7 @@ def _cells(choice: Choice) -> dict[str, str]:
         "ms": predicted,
         "PyTorch ms": pytorch,
         "measured on": choice.measured_on or "none",
-        "bound": "unlike" if choice.extrapolated else known,
+        "bound": "unlike" if choice.extrapolated else shown,
         "confidence": confidence,
         "config": " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
     }
@@ -219,16 +219,16 @@ def explain(
             )
         require_packages("train", "matplotlib")
     predictor = predictor_for(problems, model, plan)
-    found = list(explain_layers(problems, device, top=top, predictor=predictor))
+    explanations = list(explain_layers(problems, device, top=top, predictor=predictor))
     if plot is not None:
         from confpred.report.charts import plot_explanation
 
-        plot_explanation(found[0], plot, replace=force)
+        plot_explanation(explanations[0], plot, replace=force)
     if as_json:
-        content = {"explanations": [explanation.to_json() for explanation in found]}
+        content = {"explanations": [explanation.to_json() for explanation in explanations]}
         click.echo(json.dumps(content, indent=1))
     else:
-        click.echo("\n\n\n".join(map(str, found)))
+        click.echo("\n\n\n".join(map(str, explanations)))
 
 
 @click.group("plan")
@@ -354,7 +354,7 @@ def _plan_summary(plan: Plan) -> str:
 
 def _plan_table(plan: Plan) -> Iterator[str]:
     cells = map(_cells, plan.choices)
-    yield from aligned([_PLAN_HEADINGS, *([row[each] for each in _PLAN_HEADINGS] for row in cells)])
+    yield from aligned([_PLAN_HEADINGS, *([row[name] for name in _PLAN_HEADINGS] for row in cells)])
     made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"
     yield f"{_plan_summary(plan)}; made by {made}" + (f", model {plan.model}" if plan.model else "")
     if (outdated := plan.outdated()) is not None:

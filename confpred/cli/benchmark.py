@@ -106,7 +106,7 @@ def benchmark(
     last = layout == "channels-last"
     subject = ways.subject_on(where, model, sizes, dtype, training=train, channels_last=last)
     names = ("eager", "again", "optimize", *compare)
-    found = ways.measure(
+    measured = ways.measure(
         subject, {name: ways.WAYS[name] for name in names}, rounds=rounds,
         say=lambda way, what: click.echo(f"{way}: {what} ...", err=True),
     )  # fmt: skip
@@ -115,10 +115,10 @@ def benchmark(
         **ways.versions(where),
     }  # fmt: skip
     if as_json:
-        click.echo(json.dumps(facts | {"ways": found}, indent=2))
+        click.echo(json.dumps(facts | {"ways": measured}, indent=2))
         return
     click.echo(f"{'training' if train else 'inference'} of {network} on {facts['device']}, {dtype}")
-    for line in aligned([_HEADINGS, *_rows(found)]):
+    for line in aligned([_HEADINGS, *_rows(measured)]):
         click.echo(line)
 
 
@@ -132,9 +132,9 @@ def _built(network: str) -> Any:
         except RuntimeError as error:  # of torchvision, where it is for another PyTorch
             raise ConfpredError(f"timm cannot be imported: {first_line(error)}") from error
 
-        known = timm.list_models()
-        if name not in known:
-            near = " or ".join(difflib.get_close_matches(name, known, 3)) or "timm.list_models()"
+        names = timm.list_models()
+        if name not in names:
+            near = " or ".join(difflib.get_close_matches(name, names, 3)) or "timm.list_models()"
             raise InvalidInput("network", network, f"a network of timm, such as {near}")
         return timm.create_model(name)
     path = Path(kind)
@@ -158,12 +158,12 @@ def _built(network: str) -> Any:
         raise ConfpredError(f"{network} fails: {type(error).__name__}: {error}") from error
 
 
-def _rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[Sequence[str]]:
+def _rows(figures_of: Mapping[str, Mapping[str, Any]]) -> Sequence[Sequence[str]]:
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     rows = []
-    for way, figures in found.items():
+    for way, figures in figures_of.items():
         if "error" in figures:
             rows.append((way, figures["error"], *[""] * (len(_HEADINGS) - 2)))
             continue

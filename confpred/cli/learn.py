@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from confpred.data.remote import Folder
     from confpred.training import Said
     from confpred.training.dataset import Dataset
-    from confpred.training.holdout import Verdict
+    from confpred.training.holdout import HoldoutVerdict
 
 
 @click.command("train")
@@ -174,12 +174,12 @@ def evaluate(
     check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
-    from confpred.training.dataset import across_sittings
-    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_sittings
+    from confpred.training.dataset import noise_across_runs
+    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_noise
     from confpred.training.fit import Hyperparameters
     from confpred.training.holdout import print_verdict
 
-    console, found = Console(), {}
+    console, parts = Console(), {}
     with show_steps() as say:
         say("reading measurements", 0, 1)
         dataset = read_dataset(data, device)
@@ -187,13 +187,13 @@ def evaluate(
         verdict = _judge(dataset, holdout, model_folder, seed, say) if holdout else None
     if verdict is not None:
         print_verdict(verdict, console)
-        found["holdout"] = asdict(verdict)
+        parts["holdout"] = asdict(verdict)
     if anchors:
-        noise = across_sittings(
+        noise = noise_across_runs(
             data_files(anchors, anchors=True), dataset.operation, dataset.device.key
         )
-        print_sittings(noise, console)
-        found["sittings"] = asdict(noise)
+        print_noise(noise, console)
+        parts["sittings"] = asdict(noise)
     figures = {"format": HOLDOUT_FORMAT, "device": dataset.device.key, "data": dataset.digest}
     evaluation = None
     if not holdout_only:
@@ -202,7 +202,7 @@ def evaluate(
         print_evaluation(evaluation, console)
         figures = evaluation.to_json()
     if json_file is not None:
-        text = json.dumps(figures | found, indent=1) + "\n"
+        text = json.dumps(figures | parts, indent=1) + "\n"
         write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
     if plot is not None and evaluation is not None:
         plot_regret(evaluation, plot, replace=force)
@@ -210,7 +210,7 @@ def evaluate(
 
 def _judge(
     dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
-) -> Verdict:
+) -> HoldoutVerdict:
     """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
     the hold-out's networks and layers."""
     from confpred.model.folder import load_model

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from confpred.families.protocol import Family, Rows
     from confpred.problem.device import Device
     from confpred.problem.record import Record
-    from confpred.sampler.run import Engine, Settings
+    from confpred.sampler.run import Engine, Sampling
     from confpred.sampler.tasks import Pick
 
 
@@ -212,19 +212,19 @@ def sample(
         raise InvalidInput("suite", None, "--suite FILE, or KERNEL --shapes FILE")
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
-    known = families_of(suite.entries[0].problem)
+    names = families_of(suite.entries[0].problem)
     for name in families:
-        if name not in known:
-            raise InvalidInput("family", name, " or ".join(known))
+        if name not in names:
+            raise InvalidInput("family", name, " or ".join(names))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
     with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
-        from confpred.sampler.run import Here, Settings, find_gpus
+        from confpred.sampler.run import Here, Sampling, find_gpus
         from confpred.sampler.tasks import read_anchors
 
-    settings = Settings(
+    settings = Sampling(
         seed=seed,
         configs=configs,
         picked=picked or 0,
@@ -237,7 +237,7 @@ def sample(
         silence_s=silence_s,
     )
 
-    def completed(device: Device) -> Settings:
+    def completed(device: Device) -> Sampling:
         """Add what depends on the kind of GPU."""
         return replace(
             settings,
@@ -258,12 +258,12 @@ def sample(
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             with needing("ray"):
                 from confpred.sampler.fleet import Fleet
-            found: Engine = stack.enter_context(Fleet(settings, address, kind=kind))
+            chosen: Engine = stack.enter_context(Fleet(settings, address, kind=kind))
         else:
-            found = Here(find_gpus(gpus), settings)
-        settings = completed(get_device(found.device))
+            chosen = Here(find_gpus(gpus), settings)
+        settings = completed(get_device(chosen.device))
         stack.enter_context(submitting(submit, out))
-        code = sample_and_report(suite, out, found, settings)
+        code = sample_and_report(suite, out, chosen, settings)
     sys.exit(code)
 
 
@@ -283,11 +283,11 @@ def kernel_at(place: str) -> Family:
     paths = filter(None, [folder, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     plug_in(file.stem)
-    found = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
-    if found is None:
+    family = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
+    if family is None:
         allowed = f"a kernel of {name} under confpred.tuned"
         raise InvalidInput("kernel", attribute, allowed)
-    return all_families()[found.name]
+    return all_families()[family.name]
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
@@ -316,7 +316,7 @@ def report_plan(
     suite: Suite,
     out: Folder,
     device: Device,
-    settings: Settings,
+    settings: Sampling,
     *,
     compiling: bool,
     archive: Path | None,
@@ -339,21 +339,21 @@ def report_plan(
         refused = forecast.compile_into_cache(kernels, device.arch, threads=threads, show=show)
         for reason in refused:
             click.echo(f"refused: {reason.splitlines()[0]}", err=True)
-    found = forecast.forecast(tasks, kernels, device)
-    click.echo(f"{found.problems} problems on {device.key}, {sum(found.rows.values())} rows:")
-    for provider, rows in sorted(found.rows.items()):
+    planned = forecast.forecast(tasks, kernels, device)
+    click.echo(f"{planned.problems} problems on {device.key}, {sum(planned.rows.values())} rows:")
+    for provider, rows in sorted(planned.rows.items()):
         click.echo(f"  {rows:7} of {provider}")
     click.echo(
-        f"about {duration(found.measuring_s)} of one GPU\n"
-        f"{found.kernels} kernels, {found.compiled} of them compiled; the others take about "
-        f"{duration(found.compiling_s)} of one core"
+        f"about {duration(planned.measuring_s)} of one GPU\n"
+        f"{planned.kernels} kernels, {planned.compiled} of them compiled; the others take about "
+        f"{duration(planned.compiling_s)} of one core"
     )
     if archive is not None:
         packed = forecast.write_archive(kernels, device.arch, archive, replace=False)
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Settings) -> int:
+def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Sampling) -> int:
     """Sample with progress, Ctrl-C and a summary; returns the exit code."""
     from rich.console import Console
 
@@ -458,7 +458,7 @@ def _ordinal_of(device: Device) -> int | None:
     try:
         from confpred.cuda.driver import device_count, device_of
 
-        found = (n for n in range(device_count()) if device_of(n).key == device.key)
-        return next(found, None)
+        numbers = (n for n in range(device_count()) if device_of(n).key == device.key)
+        return next(numbers, None)
     except (ConfpredError, RuntimeError):
         return None

@@ -63,22 +63,22 @@ def _read_config(context: click.Context, option: click.Parameter, path: str | No
 def _settings_in(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         form = "JSON" if path.suffix == ".json" else "TOML (JSON is .json)"
         raise DataError(f"{path} is not {form}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DataError(f"{path} is not an object of settings")
     defaults = {field.name: field.default for field in fields(Settings)}
-    for name, value in found.items():
+    for name, value in settings.items():
         if name not in defaults:
             raise InvalidInput(f"{path}: {name}", value, nearest(name, defaults))
         kind = str if defaults[name] is None else type(defaults[name])
         if type(value) is not kind:
             raise InvalidInput(f"{path}: {name}", value, _KINDS[kind])
-    return found
+    return settings
 
 
 _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
@@ -86,11 +86,11 @@ _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
 
 def _check_variables() -> None:
     """Refuse variables of the environment that look like settings and are none."""
-    known = [str(parameter.name).upper() for parameter in serve.params]
+    names = [str(parameter.name).upper() for parameter in serve.params]
     for variable, value in os.environ.items():
         name = variable.removeprefix(_PREFIX)
-        if name not in (variable, *known):
-            raise InvalidInput(variable, value, f"{_PREFIX} and {nearest(name, known)}")
+        if name not in (variable, *names):
+            raise InvalidInput(variable, value, f"{_PREFIX} and {nearest(name, names)}")
 
 
 def _serve(**values: Any) -> None:
@@ -156,16 +156,16 @@ def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
     The file keeps its SHA-256 alone. A server that runs reads the file again at its next reload.
     """
     with tokens.alone(path):
-        known = tokens.read(path) if revoke or path.exists() else ()
-        others = tuple(token for token in known if token.name != name)
-        if revoke and others == known:
+        present = tokens.read(path) if revoke or path.exists() else ()
+        others = tuple(token for token in present if token.name != name)
+        if revoke and others == present:
             raise InvalidInput("name", name, f"the name of a token in {path}")
-        if not revoke and others != known:
+        if not revoke and others != present:
             raise InvalidInput("name", name, f"a name that no token in {path} has")
         if not revoke and not (name.isprintable() and 1 <= len(name) <= 64):
             raise InvalidInput("name", name, "1 to 64 printable characters")
         secret, token = tokens.make(name, scope)
-        tokens.write(path, others if revoke else (*known, token))
+        tokens.write(path, others if revoke else (*present, token))
     click.echo(f"revoked {name}; servers follow at their next reload" if revoke else secret)
 
 
@@ -199,8 +199,8 @@ def exchange(action: str, name: str | None, folder: Path) -> None:
     elif name is not None and action == "requeue":
         store.requeue(name)
     table = [("upload", "token", "state", "rows", "received", "reason")]
-    for each in filter(None, (store.find(upload.id) for upload in changed)):
-        rows = "" if each.rows is None else str(each.rows)
-        words = (each.token, each.state, rows, each.received, each.reason or "")
-        table.append((each.id[:12], *words))
+    for upload in filter(None, (store.find(upload.id) for upload in changed)):
+        rows = "" if upload.rows is None else str(upload.rows)
+        words = (upload.token, upload.state, rows, upload.received, upload.reason or "")
+        table.append((upload.id[:12], *words))
     click.echo("\n".join([*aligned(table), *(f"withdrawn: {model}" for model in withdrawn)]))

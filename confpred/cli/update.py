@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
     from confpred.problem.device import Device
     from confpred.retraining.drift import Drift
-    from confpred.retraining.retrain import Report, Request
+    from confpred.retraining.retrain import Request, RetrainingReport
 
 _DEFAULT_GPU = "cuda:0"
 #: The exit code where the run went well and the old model stays.
@@ -127,8 +127,8 @@ def retrain(
     """
     require_packages("train", *MODULES)
     if source is not None:
-        given = None if device == _DEFAULT_GPU else device
-        sys.exit(retrain_from_and_report(source, data, holdout, given))
+        trained_for = None if device == _DEFAULT_GPU else device
+        sys.exit(retrain_from_and_report(source, data, holdout, trained_for))
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
     with as_file(files("confpred.suites")) as own:
@@ -136,12 +136,12 @@ def retrain(
         suite = join([read_suite(file) for file in suites or directions])
     runs, described = find_gpu(device)
     from confpred.retraining.retrain import Request, check_suite, default_folder
-    from confpred.sampler.run import Settings
+    from confpred.sampler.run import Sampling
 
     check_suite(suite)
     where = folder or default_folder(described.key)
     check_folder("folder", where)
-    settings = Settings(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
+    settings = Sampling(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
     request = Request(described, runs, suite, budget_s, data, where, settings)
     sys.exit(retrain_and_report(request))
 
@@ -154,7 +154,7 @@ def retrain_from_and_report(
 
     from confpred.model.folder import NewestModels, publish, users_models
     from confpred.retraining.exchanged import measurements_at, retrain_from
-    from confpred.retraining.retrain import Report
+    from confpred.retraining.retrain import RetrainingReport
 
     with measurements_at(source) as folder, TemporaryDirectory(prefix="confpred-") as made:
         out, say = Path(made) / "model", partial(click.echo, err=True)
@@ -163,7 +163,7 @@ def retrain_from_and_report(
             [folder, *data], models, out, holdout=holdout, device=device, say=say
         )
         published = publish(out, users_models()) if outcome.verdict.better else None
-    for line in verdict_lines(Report(outcome.verdict, published, outcome.old)):
+    for line in verdict_lines(RetrainingReport(outcome.verdict, published, outcome.old)):
         click.echo(line)
     return 0 if published is not None else NOT_BETTER
 
@@ -193,7 +193,7 @@ def retrain_and_report(request: Request) -> int:
     return 0 if report.published is not None else NOT_BETTER
 
 
-def verdict_lines(report: Report) -> list[str]:
+def verdict_lines(report: RetrainingReport) -> list[str]:
     if report.verdict is None:
         return []
     old = f"model {report.old}" if report.old is not None else "PyTorch's operator"
@@ -258,11 +258,11 @@ def drift(
     used = _model_in_use(model, described)
     from confpred.retraining.drift import time_again
     from confpred.sampler.progress import count_interrupts
-    from confpred.sampler.run import Settings
+    from confpred.sampler.run import Sampling
 
-    settings = Settings(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
+    settings = Sampling(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
     with count_interrupts() as interrupts:
-        found = time_again(
+        check = time_again(
             used,
             runs,
             settings,
@@ -273,8 +273,8 @@ def drift(
         )
     if interrupts.count:
         sys.exit(128 + interrupts.signal)
-    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(drift_lines(found)))
-    sys.exit(0 if found.holds else 1)
+    click.echo(json.dumps(check.to_json(), indent=1) if as_json else "\n".join(drift_lines(check)))
+    sys.exit(0 if check.holds else 1)
 
 
 def _model_in_use(folder: Path | None, device: Device) -> Model:
@@ -299,12 +299,12 @@ def _cudnn() -> str:
     return cudnn_version()
 
 
-def drift_lines(found: Drift) -> list[str]:
+def drift_lines(check: Drift) -> list[str]:
     """Return the verdict, and the times that differ most."""
-    lines = [f"{found.state}: model {found.model} on {found.device}: {found.why}"]
-    for each in found.retimed[:_SHOWN]:
-        times = f"{each.expected_ms:.4f} -> {each.measured_ms:.4f} ms"
-        lines.append(f"  {each.ratio:5.2f}  {times}  {each.provider} {each.config}: {each.problem}")
-    if not found.holds:
+    lines = [f"{check.state}: model {check.model} on {check.device}: {check.why}"]
+    for t in check.retimed[:_SHOWN]:
+        times = f"{t.expected_ms:.4f} -> {t.measured_ms:.4f} ms"
+        lines.append(f"  {t.ratio:5.2f}  {times}  {t.provider} {t.config}: {t.problem}")
+    if not check.holds:
         lines.append("to make a model that holds: confpred retrain")
     return lines

@@ -131,9 +131,9 @@ def _lines(
         yield evaluation, groups, places, _SERIES[i % len(_SERIES)]
 
 
-def importance(pool: str, found: Sequence[Importance]) -> str:
+def importance(pool: str, importances: Sequence[Importance]) -> str:
     """Draw the features that move a pool's order most."""
-    shown = list(found[:_FEATURES])[::-1]
+    shown = list(importances[:_FEATURES])[::-1]
 
     def draw(axes: Any) -> None:
         axes.barh(range(len(shown)), [100 * f.moved for f in shown], color=_SERIES[0], height=0.7)

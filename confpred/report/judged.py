@@ -122,8 +122,8 @@ def _constant_bounds(figures: Mapping[str, Any]) -> list[float]:
     for number in np.unique(fold):
         others = regret[fold != number]
         bound[fold == number] = np.quantile(others if len(others) else regret, COVERAGE)
-    found: list[float] = bound.tolist()
-    return found
+    bounds: list[float] = bound.tolist()
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def groups_of(layers: Iterable[JudgedLayer], subject: str) -> list[Group]:
     for layer in layers:
         for name in _names(layer, subject):
             members[name].append(layer)
-    groups = [Group.of(name, found) for name, found in sorted(members.items())]
+    groups = [Group.of(name, own) for name, own in sorted(members.items())]
     if subject == "network":
         groups.sort(key=lambda group: -group.regret.geomean)
     if subject == "batch":
@@ -184,17 +184,17 @@ class Noise:
     @classmethod
     def of(cls, name: str, spread: NDArray[np.float64]) -> Noise:
         """Return the figures of the ratios that are known."""
-        known = spread[~np.isnan(spread)]
-        if not len(known):
+        ratios = spread[~np.isnan(spread)]
+        if not len(ratios):
             return cls(name, len(spread), math.nan, math.nan)
-        return cls(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
+        return cls(name, len(spread), float(np.median(ratios)), float(np.quantile(ratios, 0.95)))
 
 
 def noise_by_family(timings: Sequence[Timings]) -> list[Noise]:
     spread: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for t in timings:
         spread[t.family].append(t.spread_ms / t.time_ms)
-    return [Noise.of(family, np.concatenate(found)) for family, found in sorted(spread.items())]
+    return [Noise.of(family, np.concatenate(ratios)) for family, ratios in sorted(spread.items())]
 
 
 def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
@@ -208,7 +208,7 @@ def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredConfig:
     """One measured config of a layer."""
 
     rank: int  # 1 for the fastest that was measured
@@ -224,7 +224,7 @@ class WorstLayer:
 
     layer: JudgedLayer
     floor_share: float  # the part of the roofline that its best config reaches
-    measured: Sequence[Measured]  # the fastest configs, and the chosen one
+    measured: Sequence[MeasuredConfig]  # the fastest configs, and the chosen one
     count: int  # how many configs were measured
     pytorch_ms: float | None  # time of PyTorch's operator
 
@@ -233,10 +233,10 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
     """Return the `count` layers with the largest regret, the worst first."""
     ordered = sorted(evaluated.layers, key=lambda layer: (-layer.regret, str(layer.problem)))
     of_layer = {} if dataset is None else {(t.problem, t.family): t for t in dataset.timings}
-    found = []
+    worst = []
     for layer in ordered[:count]:
         timings = of_layer.get((layer.problem, layer.family))
-        found.append(
+        worst.append(
             WorstLayer(
                 layer=layer,
                 floor_share=evaluated.device.roofline_s(layer.problem) * 1e3 / layer.best_ms,
@@ -245,10 +245,10 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
                 pytorch_ms=dataset.pytorch_ms.get(layer.problem) if dataset else None,
             )
         )
-    return found
+    return worst
 
 
-def _measured(layer: JudgedLayer, timings: Timings) -> list[Measured]:
+def _measured(layer: JudgedLayer, timings: Timings) -> list[MeasuredConfig]:
     """Return the fastest configs and the chosen one.
 
     An evaluation names the time of its choice and not the config, and two configs hardly have the
@@ -257,7 +257,7 @@ def _measured(layer: JudgedLayer, timings: Timings) -> list[Measured]:
     chosen = int(np.abs(timings.time_ms - layer.regret * layer.best_ms).argmin())
     order = np.argsort(timings.time_ms, kind="stable").tolist()
     return [
-        Measured(
+        MeasuredConfig(
             rank=order.index(i) + 1,
             config=config_words(Candidate(timings.family, int(timings.rows[i]))),
             time_ms=float(timings.time_ms[i]),
@@ -291,11 +291,11 @@ def importances(model: Model, say: Said = unsaid) -> dict[str, list[Importance]]
     pools: dict[str, list[FamilyModel]] = defaultdict(list)
     for learned in model.families.values():
         pools[learned.pool.name].append(learned)
-    found = {}
+    by_pool = {}
     for done, (name, members) in enumerate(sorted(pools.items())):
         say(f"importances in {model.version}", done, len(pools))
-        found[name] = _of_pool(model, members)
-    return found
+        by_pool[name] = _of_pool(model, members)
+    return by_pool
 
 
 def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
@@ -307,7 +307,7 @@ def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
     features = np.concatenate(parts)
     layer = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     before = order.predict(features)
-    found = []
+    measured = []
     for column, name in enumerate(members[0].pool.feature_names):
         mixed = features.copy()
         mixed[:, column] = rng.permutation(mixed[:, column])
@@ -317,8 +317,8 @@ def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
         # Less each layer's mean, as moving all of its configs alike changes no choice.
         moved -= (np.bincount(layer, moved) / np.bincount(layer))[layer]
         theme = theme_of(name, fields) if _varies(features[:, column], layer) else "layer"
-        found.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
-    return sorted(found, key=lambda importance: -importance.moved)
+        measured.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
+    return sorted(measured, key=lambda importance: -importance.moved)
 
 
 def _features(
@@ -327,17 +327,17 @@ def _features(
     """Return the features of some configs of some layers, one matrix a layer and family."""
     kind = model.operation.problem
     words = list(model.measured)
-    found = []
+    matrices = []
     for index in rng.permutation(len(words)).tolist():
         problem = kind.parse(words[index])
         for learned in members:
             rows = learned.legal(problem, model.device)
             rows = np.sort(rng.permutation(rows)[:_CONFIGS])
             if len(rows) > 1:
-                found.append(learned.features(problem, model.device, rows))
-        if len(found) >= _LAYERS:
+                matrices.append(learned.features(problem, model.device, rows))
+        if len(matrices) >= _LAYERS:
             break
-    return found
+    return matrices
 
 
 def _varies(column: NDArray[np.float32], layer: NDArray[np.intp]) -> bool:

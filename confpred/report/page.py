@@ -171,7 +171,7 @@ def read_inputs(
         UnknownDevice: no description of `device` is known.
     """
     models: list[Model] = []
-    found: list[Evaluated] = []
+    evaluations: list[Evaluated] = []
     data: list[Path] = []
     files: list[InputFile] = []
     for done, path in enumerate(paths):
@@ -182,7 +182,7 @@ def read_inputs(
                 models.append(load_model(folder))
                 files.append(_file(folder / CARD, "model"))
         elif path.suffix == ".json":
-            found.append(read_evaluation(path))
+            evaluations.append(read_evaluation(path))
             files.append(_file(path, "evaluation"))
         else:
             data.append(path)
@@ -193,13 +193,13 @@ def read_inputs(
     datasets = {d.device.key: d for d in (read_dataset(data, key) for key in devices if data)}
     for done, (key, dataset) in enumerate(datasets.items()):
         say("judging", done, len(datasets))
-        of_device = [evaluation for evaluation in found if evaluation.device.key == key]
+        of_device = [evaluation for evaluation in evaluations if evaluation.device.key == key]
         for evaluation in of_device:
             _check_digest(evaluation, dataset)
         if not of_device:
-            found.append(judge(dataset))
+            evaluations.append(judge(dataset))
     runs = tuple(run for run in runs if run["device"] in datasets)
-    return Inputs(tuple(_named(found)), datasets, tuple(models), tuple(files), runs)
+    return Inputs(tuple(_named(evaluations)), datasets, tuple(models), tuple(files), runs)
 
 
 def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
@@ -221,11 +221,11 @@ def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
         )
 
 
-def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
+def _named(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the evaluations, with a number where a device has more than one."""
     counts: Counter[str] = Counter()
     named = []
-    for evaluation in found:
+    for evaluation in evaluations:
         key = evaluation.device.key
         counts[key] += 1
         name = key if counts[key] == 1 else f"{key} ({counts[key]})"

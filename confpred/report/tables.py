@@ -21,7 +21,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """A table whose columns can be sorted by."""
 
     title: str
@@ -29,10 +29,10 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]  # in the order in which they are shown first
 
 
-def made(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+def made(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> ReportTable:
     """Return a table; whatever is no cell yet becomes one of its text."""
     cells = (tuple(c if isinstance(c, Cell) else Cell(str(c)) for c in row) for row in rows)
-    return Table(title, tuple(columns), tuple(cells))
+    return ReportTable(title, tuple(columns), tuple(cells))
 
 
 def number(value: float, form: str = "{:.3f}") -> Cell:
@@ -68,7 +68,7 @@ def regret_cells(group: Group) -> list[Cell]:
     return [count(group.regret.problems), *numbers(asdict(group.regret), REGRET)]
 
 
-def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
+def regret_tables(evaluations: Sequence[Evaluated]) -> list[ReportTable]:
     """Return the figures by family, direction, dtype, batch and network."""
     tables = [
         made(
@@ -85,7 +85,7 @@ def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def summary_table(evaluations: Sequence[Evaluated]) -> Table:
+def summary_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     rows = []
     for e in evaluations:
         top = e.figures.get("methods", {}).get("model", {}).get("top", {})
@@ -95,7 +95,7 @@ def summary_table(evaluations: Sequence[Evaluated]) -> Table:
     return made("Our configs among one another", columns, rows)
 
 
-def whole_table(evaluations: Sequence[Evaluated]) -> Table:
+def whole_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     """Return the figures of whole answers, PyTorch's operator included, where it was measured."""
     figures = ("geomean", "p95", "worst")
     return made(
@@ -109,7 +109,7 @@ def whole_table(evaluations: Sequence[Evaluated]) -> Table:
     )
 
 
-def method_table(evaluations: Sequence[Evaluated]) -> Table:
+def method_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     figures = ("geomean", "p90", "p95", "worst")
     return made(
         "The model beside other ways to choose",
@@ -122,7 +122,7 @@ def method_table(evaluations: Sequence[Evaluated]) -> Table:
     )
 
 
-def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
+def coverage_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     """Return how often the bound holds, by facts that it should not depend on."""
     rows: list[tuple[object, ...]] = []
     for e in evaluations:
@@ -137,7 +137,7 @@ def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
     return made("How often the bound holds", columns, rows)
 
 
-def noise_table(datasets: Mapping[str, Dataset]) -> Table:
+def noise_table(datasets: Mapping[str, Dataset]) -> ReportTable:
     return made(
         "Interquartile range over median, by family",
         ("device", "family", "configs", "median", "95 % quantile"),
@@ -167,7 +167,7 @@ _FACTS = {
 }
 
 
-def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
+def holdout_tables(evaluations: Sequence[Evaluated]) -> list[ReportTable]:
     """Return regret, coverage and the worst answers; empty if no evaluation has a hold-out."""
     verdicts = [(e.name, e.figures["holdout"]) for e in evaluations if e.figures.get("holdout")]
     worst = [
@@ -194,12 +194,12 @@ def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
                 (
                     name,
                     provider,
-                    count(int(found["problems"])),
-                    number(float(found["median"])),
-                    share(float(found["covered"])),
+                    count(int(coverage["problems"])),
+                    number(float(coverage["median"])),
+                    share(float(coverage["covered"])),
                 )
                 for name, verdict in verdicts
-                for provider, found in verdict.get("bounds", {}).items()
+                for provider, coverage in verdict.get("bounds", {}).items()
             ),
         ),
         # Older evaluations do not have the answer.

@@ -37,10 +37,10 @@ from confpred.sampler.jobs import (
     Compiling,
     Finished,
     GpuWorker,
-    Known,
     Lost,
+    Refusals,
 )
-from confpred.sampler.run import Settings, project_version
+from confpred.sampler.run import Sampling, project_version
 from confpred.sampler.tasks import Unit
 from confpred.sampler.worker import Done, Failed
 
@@ -98,7 +98,7 @@ class Actor:
         return Site(f"{socket.gethostname()} GPU {numbers}", context.get_node_id(), run)
 
     def measure(
-        self, unit: Unit, known: Known, cubins: Sequence[tuple[KernelSpec, Any]], arch: str
+        self, unit: Unit, refusals: Refusals, cubins: Sequence[tuple[KernelSpec, Any]], arch: str
     ) -> Iterator[str | list[Finished]]:
         """Yield a word when the unit begins and now and then, and last all that was measured."""
         fetch(cubins, arch)
@@ -107,7 +107,7 @@ class Actor:
             gpu = self._gpu
             if gpu is None:
                 raise LaunchError("the actor has not said where it is")
-            gpu.send(unit, known)
+            gpu.send(unit, refusals)
             finished: list[Finished] = []
             said = time.monotonic()
             while gpu.units:
@@ -135,9 +135,9 @@ def compile_remotely(function: str, job: CompileJob) -> tuple[tuple[str | None, 
     refuses and the host's id, and the compiled kernel."""
     module, _, name = function.partition(":")
     refused = getattr(import_module(module), name)(job, lambda value: None)
-    found = None if refused else compiled_before(job.kernel, job.arch)
+    compiled = None if refused else compiled_before(job.kernel, job.arch)
     node = ray.get_runtime_context().get_node_id()
-    return (refused, node), found.cubin if found is not None else b""
+    return (refused, node), compiled.cubin if compiled is not None else b""
 
 
 class RayCompiler:
@@ -225,13 +225,13 @@ class RayGpu:
         """Whether the actor has started and takes a further unit."""
         return self.site is not None and len(self._sent) < WINDOW
 
-    def send(self, unit: Unit, known: Known) -> None:
+    def send(self, unit: Unit, refusals: Refusals) -> None:
         """Queue a unit at the actor."""
         if self.site is None:
             raise LaunchError(f"{self.name} has not started")
         cubins = self._fleet.cubins_of(unit, self.site.node)
         words = self._actor.measure.options(num_returns="streaming").remote(
-            unit, known, cubins, self._fleet.arch
+            unit, refusals, cubins, self._fleet.arch
         )
         if not self._sent:
             self._heard = time.monotonic()
@@ -335,7 +335,7 @@ class Fleet:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Sampling,
         address: str | None = None,
         *,
         kind: str | None = None,
@@ -398,7 +398,7 @@ class Fleet:
             kinds = f"{site.run.device}, and this run is of {self.device}"
             raise LaunchError(f"{site.name} is of kind {kinds}: set aside")
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return as many compilers as the cluster has cores beside those of the actors."""
         spare = int(ray.cluster_resources().get("CPU", 0)) - len(self.gpus)
         count = min(settings.processes, spare)
@@ -411,8 +411,8 @@ class Fleet:
             self.ready = set()
             return
         ray.wait(connections, timeout=seconds, fetch_local=False)
-        found, _ = ray.wait(connections, num_returns=len(connections), timeout=0, fetch_local=False)
-        self.ready = {id(each) for each in found}
+        ready, _ = ray.wait(connections, num_returns=len(connections), timeout=0, fetch_local=False)
+        self.ready = {id(ref) for ref in ready}
 
     def keep(self, kernel: KernelSpec, node: str, cubin: Any) -> None:
         """Keep a compiled kernel for GPUs of other hosts than the one that compiled it."""
@@ -425,8 +425,8 @@ class Fleet:
         """Return the unit's kernels that other hosts than `node` have compiled."""
         if self._compiled_on <= {node}:
             return []
-        known = ((kernel, self._cubins.get(kernel)) for kernel in unit.kernels())
-        return [(kernel, kept[1]) for kernel, kept in known if kept and kept[0] != node]
+        cubins = ((kernel, self._cubins.get(kernel)) for kernel in unit.kernels())
+        return [(kernel, kept[1]) for kernel, kept in cubins if kept and kept[0] != node]
 
     def _settle(self) -> None:
         """Start an actor a GPU, and learn of which kind they are."""
@@ -438,15 +438,15 @@ class Fleet:
         while starting := [gpu for gpu in self.gpus if gpu.site is None]:
             if first is not None and time.monotonic() - first > self._settle_s:
                 break
-            self.wait([each for gpu in starting for each in gpu.connections()], 0.1)
+            self.wait([connection for gpu in starting for connection in gpu.connections()], 0.1)
             self._refuse(starting)
             if first is None and any(gpu.site is not None for gpu in self.gpus):
                 first = time.monotonic()
         kinds = Counter(gpu.run.device for gpu in self.gpus if gpu.site is not None)
         if not self.device:
             if len(kinds) != 1:
-                found = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-                raise InvalidInput("device", found, "GPUs of one kind: name it with --device")
+                counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+                raise InvalidInput("device", counts, "GPUs of one kind: name it with --device")
             (self.device,) = kinds
         self.arch = get_device(self.device).arch
 
@@ -487,5 +487,5 @@ def _reason(error: BaseException) -> str:
     """Return the cause of an error of Ray's in a line."""
     cause = getattr(error, "cause", None) or error
     text = (str(cause).strip() or type(cause).__name__).splitlines()[-1 if cause is error else 0]
-    known = isinstance(cause, (ConfpredError, RayError))
-    return text if known else f"{type(cause).__name__}: {text}"
+    is_readable = isinstance(cause, (ConfpredError, RayError))
+    return text if is_readable else f"{type(cause).__name__}: {text}"

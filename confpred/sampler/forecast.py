@@ -137,8 +137,8 @@ def write_archive(kernels: Sequence[KernelSpec], arch: str, path: Path, *, repla
     def write(file: BinaryIO) -> None:
         with tarfile.open(fileobj=file, mode="w:xz", preset=9) as tar:
             for kernel in listed:
-                if (found := compiled_before(kernel, arch)) is not None:
-                    content = sealed(found.cubin)
+                if (compiled := compiled_before(kernel, arch)) is not None:
+                    content = sealed(compiled.cubin)
                     member = tarfile.TarInfo(cache_entry(kernel, arch))
                     member.size, member.mode = len(content), 0o600
                     tar.addfile(member, io.BytesIO(content))

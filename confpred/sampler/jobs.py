@@ -19,7 +19,7 @@ from confpred.measure.kernels import measure
 from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import HEURISTICS, Task, Unit
-from confpred.sampler.worker import Done, Failed, Worker
+from confpred.sampler.worker import Done, Failed, JobProcess
 from confpred.triton.triton_family import TritonFamily
 
 #: Import paths of the two job functions.
@@ -167,7 +167,7 @@ class Compilers:
 
     def connections(self) -> list[Any]:
         """Return the connections to wait for until the next `step`."""
-        return [each for worker in self._workers for each in worker.waited_for()]
+        return [connection for worker in self._workers for connection in worker.waited_for()]
 
     def stop(self) -> None:
         """Drop what is not compiled; a compilation in flight is lost."""
@@ -258,7 +258,7 @@ class Gpu(Protocol):
     def has_room(self) -> bool:
         """Whether it takes a further unit now."""
 
-    def send(self, unit: Unit, known: Known) -> None:
+    def send(self, unit: Unit, refusals: Refusals) -> None:
         """Measure `unit`, except the configs whose outcome is known already."""
 
     def poll(self) -> list[Finished | Lost]:
@@ -276,7 +276,7 @@ class Gpu(Protocol):
 
 
 #: The outcomes of a task's configs that are known before it is measured.
-Known = Mapping[Task, Sequence[Outcome]]
+Refusals = Mapping[Task, Sequence[Outcome]]
 
 
 class GpuWorker:
@@ -297,11 +297,11 @@ class GpuWorker:
 
     def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
         self.run, self._ordinal, self._seed = run, ordinal, seed
-        self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
+        self._usual, self._heuristic = (JobProcess(function, silence_s) for _ in range(2))
         self._worker = self._usual
         self.units: list[Unit] = []
         self._tasks: deque[Task] = deque()  # of the unit, the one in flight first
-        self._known: Known = {}
+        self._refusals: Refusals = {}
         self._left: list[int] = []
         self._outcomes: list[Outcome] = []
         self._failures: list[Failed] = []
@@ -320,9 +320,9 @@ class GpuWorker:
         """Return the connections to wait for until the next `poll`."""
         return self._worker.waited_for()
 
-    def send(self, unit: Unit, known: Known) -> None:
+    def send(self, unit: Unit, refusals: Refusals) -> None:
         """Measure `unit` on this free GPU, except the configs whose outcome is known already."""
-        self.units, self._tasks, self._known = [unit], deque(unit.tasks), known
+        self.units, self._tasks, self._refusals = [unit], deque(unit.tasks), refusals
         self._begin()
 
     def poll(self) -> list[Finished | Lost]:
@@ -351,15 +351,15 @@ class GpuWorker:
     def _begin(self) -> None:
         task = self._tasks[0]
         self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
-        self._outcomes, self._failures = list(self._known.get(task, ())), []
+        self._outcomes, self._failures = list(self._refusals.get(task, ())), []
         done = {outcome.config_id for outcome in self._outcomes}
         self._left = [config_id for config_id in task.config_ids if config_id not in done]
         self._launch(task)
 
     def _launch(self, task: Task) -> None:
         if self._left:
-            rest = replace(task, config_ids=tuple(self._left))
-            self._worker.start(MeasureJob(rest, self._ordinal, self._seed))
+            remaining = replace(task, config_ids=tuple(self._left))
+            self._worker.start(MeasureJob(remaining, self._ordinal, self._seed))
 
     def _goes_on(self, task: Task, failed: Failed) -> bool:
         """Blame the config reported last, and measure the others again in a new process, if any is

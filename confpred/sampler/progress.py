@@ -66,11 +66,11 @@ def _failures(tally: Tally) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return a text such as ``1h02m03s`` or ``40s``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours}h{minutes:02}m{rest:02}s"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+        return f"{hours}h{minutes:02}m{seconds:02}s"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], None]:

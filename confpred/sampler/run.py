@@ -32,14 +32,14 @@ from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Compiling, Finished, Gpu, GpuWorker, Lost
 from confpred.sampler.store import Store, open_store
-from confpred.sampler.tasks import Choosing, Measured, Task, Unit, plan, units_of
-from confpred.sampler.worker import Worker
+from confpred.sampler.tasks import Choosing, RowKey, Task, Unit, plan, units_of
+from confpred.sampler.worker import JobProcess
 
 _TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(Choosing):
+class Sampling(Choosing):
     """Settings of a run, beside what it measures; the seed is also of the order of timed rounds.
 
     Attributes:
@@ -79,12 +79,12 @@ class Anchored:
     judged: bool = False
 
 
-def anchors_off(times: Mapping[Task, float], known: Sequence[Mapping[Task, float]]) -> float:
+def anchors_off(times: Mapping[Task, float], all_times: Sequence[Mapping[Task, float]]) -> float:
     """Return the geometric mean of `times` over the medians of all that are `known`, less 1;
     infinity where an anchor failed that most others could time."""
-    timed = {task for each in known for task in each}
-    every = {task: [each[task] for each in known if task in each] for task in timed}
-    if any(2 * len(found) > len(known) for task, found in every.items() if task not in times):
+    timed = {task for own in all_times for task in own}
+    every = {task: [own[task] for own in all_times if task in own] for task in timed}
+    if any(2 * len(values) > len(all_times) for task, values in every.items() if task not in times):
         return math.inf
     logs = [math.log(time_ms / median(every[task])) for task, time_ms in times.items()]
     return math.expm1(math.fsum(logs) / len(logs)) if logs else 0.0
@@ -160,7 +160,7 @@ class Engine(Protocol):
     @property
     def set_aside(self) -> Sequence[str]: ...
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return the processes that compile."""
 
     def wait(self, connections: list[Any], seconds: float) -> None:
@@ -178,7 +178,7 @@ class Here:
         InvalidInput: the GPUs are not of one kind.
     """
 
-    def __init__(self, runs: Mapping[int, Run], settings: Settings) -> None:
+    def __init__(self, runs: Mapping[int, Run], settings: Sampling) -> None:
         keys = {run.device for run in runs.values()}
         if len(keys) != 1:
             raise InvalidInput("gpus", sorted(keys), "GPUs of one kind in one run")
@@ -188,9 +188,9 @@ class Here:
         own = (settings.measure, settings.silence_s, settings.seed)
         self.gpus = [GpuWorker(run, ordinal, *own) for ordinal, run in runs.items()]
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return the processes that compile; each starts at its first kernel."""
-        return [Worker(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
+        return [JobProcess(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
 
     def wait(self, connections: list[Any], seconds: float) -> None:
         """Wait for a process to say something, or for so many seconds."""
@@ -201,9 +201,9 @@ def sample(
     suite: Suite,
     folder: Folder,
     engine: Engine,
-    settings: Settings,
+    settings: Sampling,
     *,
-    chosen: Callable[[Mapping[Measured, AbstractSet[str]]], list[Task]] | None = None,
+    chosen: Callable[[Mapping[RowKey, AbstractSet[str]]], list[Task]] | None = None,
     interrupts: Callable[[], int] = lambda: 0,
     show: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
@@ -291,7 +291,7 @@ class _Drive:
 
     def connections(self) -> list[Any]:
         """Return the connections to wait for until the next `collect`."""
-        return [each for gpu in self._gpus for each in gpu.connections()]
+        return [connection for gpu in self._gpus for connection in gpu.connections()]
 
     def collect(self) -> None:
         """Store what the GPUs have finished, and take back what they have lost.
@@ -358,11 +358,11 @@ class _Drive:
                 continue
             message = f"killed {MOST_KILLED} workers: {lost.message}"
             for task in unit.tasks:
-                known = _refused(task, self._compilers)
-                done = {outcome.config_id for outcome in known}
-                left = [each for each in task.config_ids if each not in done]
-                failed = [Outcome(each, lost.status, message=message) for each in left]
-                self._keep(gpu, Finished(task, (*known, *failed), 0, message, 0.0))
+                refused = _refused(task, self._compilers)
+                done = {outcome.config_id for outcome in refused}
+                left = [config_id for config_id in task.config_ids if config_id not in done]
+                failed = [Outcome(config_id, lost.status, message=message) for config_id in left]
+                self._keep(gpu, Finished(task, (*refused, *failed), 0, message, 0.0))
         self._tally.lost += 1
         if any(unit.anchors for unit in lost.units):
             del self._anchored[gpu.run.run_id]
@@ -401,10 +401,10 @@ class _Drive:
         waited = now - min(anchored.since for anchored in waiting)
         if len(done) < min(LEAST_ANCHORED, len(self._gpus)) and waited < ANCHORS_WAIT_S:
             return
-        known = [anchored.times for _, anchored in done]
+        all_times = [anchored.times for _, anchored in done]
         for gpu, anchored in done:
             anchored.judged = True
-            off = anchors_off(anchored.times, known)
+            off = anchors_off(anchored.times, all_times)
             if len(done) >= LEAST_ANCHORED and abs(off) > ANCHOR_NOISE:
                 text = f"{gpu.name} takes {1 + off:.2f} of the others' time for the anchors"
                 self._set_aside(gpu, LaunchError(f"{text}: set aside"))

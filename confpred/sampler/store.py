@@ -22,7 +22,7 @@ from confpred.errors import FolderBusy, StorageError
 from confpred.families.protocol import PYTORCH
 from confpred.files import raising
 from confpred.problem.operation import Operation
-from confpred.sampler.tasks import Measured
+from confpred.sampler.tasks import RowKey
 
 log = logging.getLogger(__name__)
 FLUSH_ROWS = 20_000
@@ -59,7 +59,7 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
         lock.release()
 
 
-def measured_in(folder: Folder, operation: Operation, device: str) -> dict[Measured, set[str]]:
+def measured_in(folder: Folder, operation: Operation, device: str) -> dict[RowKey, set[str]]:
     """Return the configs that have a row of this device in a folder of shards, whatever its status;
     of PyTorch's operator the modes of cuDNN.
 
@@ -72,14 +72,14 @@ def measured_in(folder: Folder, operation: Operation, device: str) -> dict[Measu
     columns = [*keys, "config", "cudnn_mode", "device"]
     table = read_shards(folder, operation, columns)
     table = table.filter(pc.field("device") == device)
-    found: dict[Measured, set[str]] = {}
+    configs: dict[RowKey, set[str]] = {}
     wanted = [("config", "distinct"), ("cudnn_mode", "distinct")]
     for row in table.group_by(keys).aggregate(wanted).to_pylist():
         problem = problem_of_row(row, operation.problem)
-        key = Measured(problem, row["family"], row["source_digest"])
+        key = RowKey(problem, row["family"], row["source_digest"])
         which = "cudnn_mode" if row["family"] == PYTORCH else "config"
-        found[key] = set(row[f"{which}_distinct"])
-    return found
+        configs[key] = set(row[f"{which}_distinct"])
+    return configs
 
 
 class Store:
@@ -96,7 +96,7 @@ class Store:
         self._shards = 0
         self._flushed = time.monotonic()
 
-    def measured(self, device: str) -> dict[Measured, set[str]]:
+    def measured(self, device: str) -> dict[RowKey, set[str]]:
         return measured_in(self.folder, self._operation, device)
 
     def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:

@@ -66,9 +66,9 @@ class Task:
         return [family.launch(self.problem, row).kernels for row in self.config_ids]
 
     @property
-    def key(self) -> Measured:
+    def key(self) -> RowKey:
         """The facts that its rows in the folder share."""
-        return Measured(self.problem, self.provider, self.source_digest)
+        return RowKey(self.problem, self.provider, self.source_digest)
 
 
 def task_of(
@@ -85,7 +85,7 @@ def pytorch_task(problem: Record, networks: tuple[str, ...], mode: str = BENCHMA
     return Task(problem, networks, provider, epilogue_source(problem), (config_id,), mode)
 
 
-def left_of(task: Task, measured: Mapping[Measured, AbstractSet[str]]) -> list[Task]:
+def left_of(task: Task, measured: Mapping[RowKey, AbstractSet[str]]) -> list[Task]:
     """Return `task` without the configs that are `measured`, where any is left."""
     have = measured.get(task.key, frozenset())
     done = {config_ids(task.provider).get(words) for words in have}
@@ -124,7 +124,7 @@ def units_of(tasks: Iterable[Task]) -> list[Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RowKey:
     """Facts that rows in the folder share; a kernel that has changed since is measured again."""
 
     problem: Record
@@ -162,7 +162,7 @@ def plan(
     suite: Suite,
     device: Device,
     choosing: Choosing,
-    measured: Mapping[Measured, AbstractSet[str]],
+    measured: Mapping[RowKey, AbstractSet[str]],
 ) -> list[Task]:
     """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
 
@@ -241,7 +241,7 @@ def read_anchors(path: Path, device: Device) -> tuple[Task, ...]:
     anchors = read_json(path, "a file of anchors", FORMAT).get("anchors")
     if not isinstance(anchors, list) or not 1 <= len(anchors) <= MAX_ANCHORS:
         raise DataError(f'{path}: "anchors" must be a list of 1 to {MAX_ANCHORS} anchors')
-    return tuple(_task(f"{path}: anchors[{i}]", each, device) for i, each in enumerate(anchors))
+    return tuple(_task(f"{path}: anchors[{i}]", fields, device) for i, fields in enumerate(anchors))
 
 
 def _task(where: str, fields: object, device: Device) -> Task:

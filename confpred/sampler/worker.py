@@ -49,7 +49,7 @@ class Failed:
     reported: int | None
 
 
-class Worker:
+class JobProcess:
     """One spawned process, started at its first job and again after each failure.
 
     Args:

@@ -33,7 +33,7 @@ from confpred.retraining.retrain import (
     pairs_of,
     retrain,
 )
-from confpred.sampler.run import Settings
+from confpred.sampler.run import Sampling
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
@@ -73,7 +73,7 @@ def published(first: Path, places: Path) -> Path:
 
 
 def request_of(folder: Path, device: Device = BOARD, **changes) -> Request:
-    settings = Settings(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
+    settings = Sampling(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
     run = Run(os.urandom(4).hex(), device.key, device.product, "580.1", "13.0", "test")
     made = Request(device, {0: run}, SUITE, 3600.0, (), folder / "session", settings, SMALL)
     return replace(made, **changes)
