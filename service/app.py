@@ -54,7 +54,7 @@ _router = APIRouter()
 def create_app(
     settings: Settings,
     predictor: Predictor | Loaded | None = None,
-    known: Sequence[tokens.Token] = (),
+    accepted: Sequence[tokens.Token] = (),
 ) -> FastAPI:
     """Return the application; it loads the model of `settings` on start unless `predictor` is
     given, which may be generations that are loaded. `known` are the tokens of `settings`.
@@ -100,7 +100,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # it has a route of its own, as /docs has
     )
-    app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
+    app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, accepted
     app.state.refused = refused
     app.state.loaded = app.state.supervisor = app.state.exchange = None
     route = _predict_route(predict)
@@ -141,8 +141,8 @@ def _predict_route(predict: Predict) -> APIRoute:
 
     async def described() -> None: ...
 
-    known = {"name": "predict", "summary": "The best configs of one problem or many"}
-    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **known}
+    labels = {"name": "predict", "summary": "The best configs of one problem or many"}
+    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **labels}
     how["responses"] = _refusals(400, 404, 413, 415, 422, 429, 500, 503)
     route = APIRoute("/v1/predict", described, openapi_extra=schema.PREDICT_BODY, **how)
     route.app = predict
@@ -174,9 +174,9 @@ async def _listed(app: FastAPI) -> schema.ModelsReply:
     """Return the reply that lists all that is loaded or published."""
     reply = _models(_loaded(app))
     if (exchange := app.state.exchange) is not None:
-        known = {model.digest for model in reply.models}
+        digests = {model.digest for model in reply.models}
         for path, read in await asyncio.to_thread(published, exchange.folder):
-            if read.digest not in known:
+            if read.digest not in digests:
                 beside = schema.ServedModel.of(path.name, read.digest, read.card, in_use=False)
                 reply.models.append(beside)
     return reply
@@ -192,9 +192,9 @@ def _models(loaded: Loaded) -> schema.ModelsReply:
         loaded.current.digest,
         used,
         [
-            schema.FormerModel(device, model.version, model.digest, each.digest)
-            for each in loaded.others
-            for device, model in each.predictor.models.items()
+            schema.FormerModel(device, model.version, model.digest, generation.digest)
+            for generation in loaded.others
+            for device, model in generation.predictor.models.items()
         ],
     )
 
@@ -259,18 +259,18 @@ async def submission(request: Request, upload: str) -> schema.Submission:
     responses=_refusals(404),
 )
 async def submitted_rows(request: Request, upload: str) -> Response:
-    found, path = await _upload(request.app, upload), _exchange(request.app).path(ADMITTED, upload)
-    if not (found.rows and path.exists()):
+    sent, path = await _upload(request.app, upload), _exchange(request.app).path(ADMITTED, upload)
+    if not (sent.rows and path.exists()):
         raise _unknown_upload(upload)
     return FileResponse(path, media_type=schema.PARQUET)
 
 
 async def _upload(app: FastAPI, upload: str) -> schema.Submission:
     """Return an upload that is known by this id."""
-    found = await asyncio.to_thread(_exchange(app).find, upload)
-    if found is None:
+    submission = await asyncio.to_thread(_exchange(app).find, upload)
+    if submission is None:
         raise _unknown_upload(upload)
-    return found
+    return submission
 
 
 def _unknown_upload(upload: str) -> RequestError:
@@ -326,14 +326,14 @@ async def readyz(request: Request) -> schema.StatusReply:
 async def metrics(request: Request) -> Response:
     state = request.app.state
     supervisor: Channel | None = state.supervisor
-    known = {"counts": state.metrics.rows(), "processes": {"0": os.getpid()}}
+    counted = {"counts": state.metrics.rows(), "processes": {"0": os.getpid()}}
     if supervisor is not None:
         with contextlib.suppress(Gone):
-            known = await supervisor.ask("metrics")
+            counted = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
     exchanged = await asyncio.to_thread(state.exchange.counts) if state.exchange else []
-    counts = [*known["counts"], *exchanged]
-    text = await asyncio.to_thread(exposition, counts, known["processes"], models)
+    counts = [*counted["counts"], *exchanged]
+    text = await asyncio.to_thread(exposition, counts, counted["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -365,16 +365,16 @@ _CHANGES = _refusals(401, 403, 409, 503)
 @_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_CHANGES)
 async def reload(request: Request) -> schema.ChangeReply:
     """All workers answer by what was read when this is answered, or none does."""
-    return await _change(request, "reload")
+    return await _ask_for_change(request, "reload")
 
 
 @_router.post("/v1/models/rollback", summary="Return to what answered", responses=_CHANGES)
 async def rollback(request: Request) -> schema.ChangeReply:
     """All workers answer by the former models and plan when this is answered, or none does."""
-    return await _change(request, "rollback")
+    return await _ask_for_change(request, "rollback")
 
 
-async def _change(request: Request, word: str) -> schema.ChangeReply:
+async def _ask_for_change(request: Request, word: str) -> schema.ChangeReply:
     state = request.app.state
     if state.settings.tokens is None:  # else `Guard` has looked at the token
         _check_local(request)

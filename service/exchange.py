@@ -126,12 +126,12 @@ class Exchange:
         Raises:
             InvalidInput: there is none.
         """
-        found = self._submissions("WHERE token = ?", name)
-        if not found and re.fullmatch(r"[0-9a-f]{8,64}", name):
-            found = self._submissions("WHERE id GLOB ?", f"{name}*")
-        if not found:
+        uploads = self._submissions("WHERE token = ?", name)
+        if not uploads and re.fullmatch(r"[0-9a-f]{8,64}", name):
+            uploads = self._submissions("WHERE id GLOB ?", f"{name}*")
+        if not uploads:
             raise InvalidInput("name", name, "the name of a token with uploads, or an upload's id")
-        return found
+        return uploads
 
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
         what = f"id, state, rows, substr(reason, 1, {2 * _MOST_REASON}), received, token"
@@ -148,8 +148,8 @@ class Exchange:
         """Take a file that has arrived whole, as an upload if it is none yet. It is on the disk,
         and known, when this returns."""
         with self._changing() as db:
-            known = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
-            if known is None:
+            stored = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
+            if stored is None:
                 os.replace(arrived, self.path(UPLOADS, upload))
                 _flush(self.folder / UPLOADS)
                 columns = "uploads (id, state, received, token, bytes)"
@@ -165,8 +165,8 @@ class Exchange:
         """Return the upload to check: of those that are due, the one that waits longest, of the
         token whose turn is the longest ago."""
         by = "WHERE state = 'received' AND due <= ? GROUP BY token ORDER BY min(max(due, received))"
-        found = self._submissions(by, time.time())
-        upload = min(found, key=lambda each: self._turns.get(each.token, 0.0), default=None)
+        waiting = self._submissions(by, time.time())
+        upload = min(waiting, key=lambda u: self._turns.get(u.token, 0.0), default=None)
         if upload is not None:
             self._turns[upload.token] = time.monotonic()
         return upload
@@ -227,7 +227,7 @@ class Exchange:
         uploads, withdrawn = self.named(name), []
         self._set(uploads, "rows = NULL", "revoked", "revoked by the operator")
         for path, read in published(self.folder):
-            if {each.id for each in uploads} & set(read.card.content.get("uploads", ())):
+            if {upload.id for upload in uploads} & set(read.card.content.get("uploads", ())):
                 set_aside(path)
                 withdrawn.append(path.name)
         self._requeue(self._submissions("WHERE state = 'admitted' AND rows < in_all"))
@@ -362,12 +362,12 @@ class _Arriving:
     def end(self, piece: bytes, wanted: str) -> Submission:
         """Write the last piece, and keep the file if it is what the client meant to send."""
         self.write(piece)
-        found = self._hash.hexdigest()
-        if found != wanted:
-            raise InvalidInput("idempotency-key", wanted, f"the SHA-256 of the body, {found}")
+        digest = self._hash.hexdigest()
+        if digest != wanted:
+            raise InvalidInput("idempotency-key", wanted, f"the SHA-256 of the body, {digest}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._exchange.keep(self._path, found, self._token, self._size)
+        return self._exchange.keep(self._path, digest, self._token, self._size)
 
     def discard(self) -> None:
         """Remove what is left of it."""

@@ -65,11 +65,11 @@ _ROWS = (1, 32)
 def published(folder: Path) -> list[tuple[Path, ModelFiles]]:
     """Return the models that an exchange in `folder` has published, by their cards alone, the
     newest first."""
-    found = []
+    models = []
     for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
         with contextlib.suppress(ModelError):  # it has just been removed, or is none
-            found.append((path.parent, card_of(path.parent)))
-    return sorted(found, key=lambda each: each[1].card.created, reverse=True)
+            models.append((path.parent, card_of(path.parent)))
+    return sorted(models, key=lambda model: model[1].card.created, reverse=True)
 
 
 def newest_models(settings: Settings) -> dict[str, Path]:
@@ -79,14 +79,14 @@ def newest_models(settings: Settings) -> dict[str, Path]:
     Raises:
         ModelError: a card is damaged.
     """
-    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
+    newest = model_folders(shipped_models() if settings.model is None else Path(settings.model))
     if settings.exchange is None:
-        return found
-    for path, known in reversed(published(Path(settings.exchange))):
-        own = found.get(known.card.device)
-        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
-            found[known.card.device] = path
-    return found
+        return newest
+    for path, read in reversed(published(Path(settings.exchange))):
+        own = newest.get(read.card.device)
+        if own is None or str(read_card(own)[1].get("created")) < read.card.created:
+            newest[read.card.device] = path
+    return newest
 
 
 def withdraw(settings: Settings, generation: Path | None) -> bool:
@@ -97,10 +97,10 @@ def withdraw(settings: Settings, generation: Path | None) -> bool:
     folder, passed, gone = Path(settings.exchange), set(), 0
     cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
     digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
-    for path, known in published(folder)[: 1 if generation is None else None]:
-        if known.digest in digests:
-            passed.add(known.card.device)
-        if known.card.device not in passed:
+    for path, read in published(folder)[: 1 if generation is None else None]:
+        if read.digest in digests:
+            passed.add(read.card.device)
+        if read.card.device not in passed:
             set_aside(path)
             gone += 1
     return gone > 0
@@ -129,17 +129,17 @@ def publish(settings: Settings, home: Path) -> Path:
             continue  # the service's own
         if settings.signed_by is not None:
             signed_by(path, Path(settings.signed_by))
-    known: dict[str, tuple[str, str]] = {}
+    versions: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():
         version = path.resolve().name
-        known[device] = (version, read.digest)
+        versions[device] = (version, read.digest)
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     plan = None
     if settings.plan is not None:
         with raising(DataError, f"read {settings.plan}"):
             plan = files[PLAN] = plan_file(Path(settings.plan)).read_bytes()
-    published = home / digest_of(known, plan)
+    published = home / digest_of(versions, plan)
     if not published.exists():
         for path, read in models.values():
             read.check_trees(path)
@@ -159,15 +159,15 @@ def fingerprint(settings: Settings) -> str:
     sources = [shipped_models() if settings.model is None else Path(settings.model)]
     sources += [] if settings.exchange is None else [Path(settings.exchange, PUBLISHED)]
     plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
-    found: list[Any] = []
+    stamps: list[Any] = []
     inside = (path for source in sources for depth in ("*", "*/*") for path in source.glob(depth))
     for path in sorted((*inside, *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
             continue
-        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        stamps.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
 
 def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
@@ -233,10 +233,10 @@ def load(folder: Path) -> Generation:
         raise ModelError(f"cannot read {folder}: it is gone")
     models, plan = (path if path.exists() else None for path in (folder / MODELS, folder / PLAN))
     predictor = Predictor.load(models, plan=plan, further=FURTHER)
-    found = of(predictor, None if plan is None else plan.read_bytes())
-    if found.digest != folder.name:
-        raise ModelError(f"{folder} is damaged: it is {found.digest}")
-    return replace(found, folder=folder)
+    generation = of(predictor, None if plan is None else plan.read_bytes())
+    if generation.digest != folder.name:
+        raise ModelError(f"{folder} is damaged: it is {generation.digest}")
+    return replace(generation, folder=folder)
 
 
 class Loaded:
@@ -244,12 +244,12 @@ class Loaded:
 
     def __init__(self, current: Generation, others: Iterable[Generation] = ()) -> None:
         self.current = current
-        self._all = {each.digest: each for each in (*others, current)}
+        self._all = {generation.digest: generation for generation in (*others, current)}
 
     @property
     def others(self) -> list[Generation]:
         """Return those that answer only if asked for, the latest first."""
-        return [each for each in reversed(self._all.values()) if each is not self.current]
+        return [g for g in reversed(self._all.values()) if g is not self.current]
 
     def add(self, generation: Generation) -> None:
         self._all[generation.digest] = generation
@@ -260,15 +260,15 @@ class Loaded:
     def switch(self, digest: str, keep: Iterable[str]) -> None:
         """Answer by the generation of `digest` from now on, and forget all that are not kept."""
         current = self._all[digest]
-        self._all = {each: self._all[each] for each in keep if each in self._all}
+        self._all = {kept: self._all[kept] for kept in keep if kept in self._all}
         self._all[digest] = self.current = current
 
     def folder_of(self, digest: str) -> Path | None:
         """Return the folder of the loaded model with this digest, if there is one."""
-        for each in self._all.values():
-            for model in each.predictor.models.values():
-                if model.digest == digest and each.folder is not None:
-                    return each.folder / MODELS / model.version
+        for generation in self._all.values():
+            for model in generation.predictor.models.values():
+                if model.digest == digest and generation.folder is not None:
+                    return generation.folder / MODELS / model.version
         return None
 
     def find(self, version: str) -> Generation:
@@ -277,10 +277,10 @@ class Loaded:
         Raises:
             RequestError: none has it.
         """
-        for each in (self.current, *self.others):
-            if each.has(version):
-                return each
-        names = {m.version for each in self._all.values() for m in each.predictor.models.values()}
+        for generation in (self.current, *self.others):
+            if generation.has(version):
+                return generation
+        names = {m.version for g in self._all.values() for m in g.predictor.models.values()}
         allowed = f"the name or digest of a model that /v1/models lists: {', '.join(sorted(names))}"
         version = shorten(version)
         message = f"version {version!r} is not loaded"

@@ -149,8 +149,8 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
         return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
     rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
     if rows.num_rows:  # in one step: a process that is about to end may do the same once more
-        known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
-        write(rows.replace_schema_metadata(known), part)
+        metadata = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
+        write(rows.replace_schema_metadata(metadata), part)
     else:
         part.unlink(missing_ok=True)
     taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
@@ -169,17 +169,17 @@ def retrain(
     with TemporaryDirectory(prefix="confpred-retrain-") as folder:
         made, models = Path(folder) / "model", generations.newest_models(settings)
         try:
-            found = exchanged.retrain_from(
+            outcome = exchanged.retrain_from(
                 data, models, made, holdout=holdout, say=_log.info, **how
             )
-            if found.verdict.better:
+            if outcome.verdict.better:
                 publish(made, exchange.folder / generations.PUBLISHED)
         except (ConfpredError, OSError) as error:
             return exchange.set_job(job.id, "failed", rooms.readable(str(error)))
-    if not (found.verdict.better and settled(exchange, job, supervisor)):
-        return exchange.set_job(job.id, "kept", found.why)
-    known = generations.published(exchange.folder)
-    for old in [path for path, read in known if read.card.device == job.device][generations.KEPT :]:
+    if not (outcome.verdict.better and settled(exchange, job, supervisor)):
+        return exchange.set_job(job.id, "kept", outcome.why)
+    cards = generations.published(exchange.folder)
+    for old in [path for path, read in cards if read.card.device == job.device][generations.KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
     return None
 

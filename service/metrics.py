@@ -29,7 +29,7 @@ _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
 _PROBLEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-class Family(NamedTuple):
+class Metric(NamedTuple):
     """One metric: a sentence for a person, and the names of its labels. A gauge is not counted on
     when its process has ended; the buckets of a histogram have the most that is in each."""
 
@@ -39,25 +39,25 @@ class Family(NamedTuple):
     buckets: Sequence[float] = ()
 
 
-FAMILIES: Mapping[str, Family] = {
-    "confpred_requests": Family("HTTP requests.", ("route", "status")),
-    "confpred_request_seconds": Family("Times of requests.", ("route",), "histogram", _SECONDS),
-    "confpred_in_flight_requests": Family("Requests under way.", (), "gauge"),
-    "confpred_replies": Family("Predict replies, by what had them ready.", ("origin",)),
-    "confpred_problems": Family("Problems answered, by the best choice's source.", ("source",)),
-    "confpred_batch_problems": Family("Problems of a request.", (), "histogram", _PROBLEMS),
-    "confpred_worked_out_problems": Family("Problems worked out, as they were not in memory."),
-    "confpred_dropped_requests": Family("Requests given up, by the reason.", ("reason",)),
-    "confpred_queued_requests": Family("Requests that wait for work.", (), "gauge"),
-    "confpred_queued_problems": Family("Problems that wait for work.", (), "gauge"),
-    "confpred_log_lines_lost": Family("Lines of the log that nobody took in time."),
-    "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
-    "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
-    "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
-    "confpred_uploads": Family("Uploads, by what became of them.", ("state",), "gauge"),
-    "confpred_upload_bytes": Family("Bytes of all uploads."),
-    "confpred_jobs": Family("Retraining jobs, by state.", ("state",), "gauge"),
-    "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),
+FAMILIES: Mapping[str, Metric] = {
+    "confpred_requests": Metric("HTTP requests.", ("route", "status")),
+    "confpred_request_seconds": Metric("Times of requests.", ("route",), "histogram", _SECONDS),
+    "confpred_in_flight_requests": Metric("Requests under way.", (), "gauge"),
+    "confpred_replies": Metric("Predict replies, by what had them ready.", ("origin",)),
+    "confpred_problems": Metric("Problems answered, by the best choice's source.", ("source",)),
+    "confpred_batch_problems": Metric("Problems of a request.", (), "histogram", _PROBLEMS),
+    "confpred_worked_out_problems": Metric("Problems worked out, as they were not in memory."),
+    "confpred_dropped_requests": Metric("Requests given up, by the reason.", ("reason",)),
+    "confpred_queued_requests": Metric("Requests that wait for work.", (), "gauge"),
+    "confpred_queued_problems": Metric("Problems that wait for work.", (), "gauge"),
+    "confpred_log_lines_lost": Metric("Lines of the log that nobody took in time."),
+    "confpred_workers": Metric("Worker processes that answer.", (), "gauge"),
+    "confpred_workers_wanted": Metric("Worker processes that there should be.", (), "gauge"),
+    "confpred_workers_replaced": Metric("Worker processes that ended and were replaced."),
+    "confpred_uploads": Metric("Uploads, by what became of them.", ("state",), "gauge"),
+    "confpred_upload_bytes": Metric("Bytes of all uploads."),
+    "confpred_jobs": Metric("Retraining jobs, by state.", ("state",), "gauge"),
+    "confpred_reloads": Metric("Reloads and rollbacks, by outcome.", ("outcome",)),
 }
 
 
@@ -139,34 +139,34 @@ def families(counts: Rows) -> Iterator[core.Metric]:
     for name, *key, value in counts:
         by_name[name][tuple(key)] = value
     for name, family in FAMILIES.items():
-        found = by_name[name]
+        values = by_name[name]
         if family.kind == "histogram":
-            yield _histogram(name, family, found)
+            yield _histogram(name, family, values)
             continue
         kind = core.GaugeMetricFamily if family.kind == "gauge" else core.CounterMetricFamily
         made = kind(name, family.help, labels=family.labels)
-        for labels, value in found.items() or ([] if family.labels else [((), 0)]):
+        for labels, value in values.items() or ([] if family.labels else [((), 0)]):
             made.add_metric(labels, value)
         yield made
 
 
-def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> core.Metric:
+def _histogram(name: str, family: Metric, values: Mapping[Key, float]) -> core.Metric:
     made = core.HistogramMetricFamily(name, family.help, labels=family.labels)
-    for labels in dict.fromkeys(key[:-1] for key in found) or ([] if family.labels else [()]):
+    for labels in dict.fromkeys(key[:-1] for key in values) or ([] if family.labels else [()]):
         total, buckets = 0.0, []
         for place, most in enumerate((*map(str, map(float, family.buckets)), "+Inf")):
-            total += found.get((*labels, str(place)), 0)
+            total += values.get((*labels, str(place)), 0)
             buckets.append((most, total))
-        made.add_metric(labels, buckets, found.get((*labels, "sum"), 0.0))
+        made.add_metric(labels, buckets, values.get((*labels, "sum"), 0.0))
     return made
 
 
 def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = core.InfoMetricFamily("confpred_build", "The versions that run; always 1.")
+    build = core.InfoMetric("confpred_build", "The versions that run; always 1.")
     build.add_metric((), {"version": __version__, "python": platform.python_version()})
-    answering = core.InfoMetricFamily("confpred_model", "The models that answer; always 1.")
+    answering = core.InfoMetric("confpred_model", "The models that answer; always 1.")
     for device, model in models.items():
         labels = {"device": device, "version": model.version, "digest": model.digest}
         answering.add_metric((), labels)

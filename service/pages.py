@@ -39,7 +39,7 @@ from confpred.problem.record import Record
 
 from .exchange import Exchange
 from .generations import Loaded
-from .predict import Memory, Predict, Question, encode
+from .predict import AnswerCache, Predict, Question, encode
 from .scheduler import Steps
 from .schema import EXAMPLE, ModelsReply, ServedModel
 
@@ -91,10 +91,10 @@ def install(
             "drift": await asyncio.to_thread(read_drift, state.settings.drift),
         }
         steps = _home(generation.predictor, memory, dict(request.query_params), shown)
-        found = await predict.work(steps, request.scope, request.receive, 1)
-        if found is None:
+        rendered = await predict.work(steps, request.scope, request.receive, 1)
+        if rendered is None:
             return Response(status_code=499)  # nobody is there to read it
-        return await _reply(request, *found)
+        return await _reply(request, *rendered)
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -177,7 +177,7 @@ class Chart(NamedTuple):
 
 
 def _home(
-    predictor: Predictor, memory: Memory, query: Mapping[str, str], shown: Mapping[str, Any]
+    predictor: Predictor, memory: AnswerCache, query: Mapping[str, str], shown: Mapping[str, Any]
 ) -> Steps[tuple[str, int]]:
     """Work out the page and its status; `shown` is all but the answer."""
     yield 1
@@ -199,7 +199,7 @@ def _home(
     text = _render(
         "home.html",
         error=error,
-        known={field.name for fields in groups.values() for field in fields},
+        field_names={field.name for fields in groups.values() for field in fields},
         groups=groups,
         answer=answer,
         summary=[] if answer is None else explain.summary(answer),
@@ -241,9 +241,9 @@ def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Fiel
             text = default.get(name, "")
         if name == "layout":
             first, *others = kind.CHOICES[name]
-            yield Field(name, label, text, options={"": first} | {each: each for each in others})
+            yield Field(name, label, text, options={"": first} | {c: c for c in others})
         elif name in kind.CHOICES:
-            yield Field(name, label, text, options={each: each for each in kind.CHOICES[name]})
+            yield Field(name, label, text, options={c: c for c in kind.CHOICES[name]})
         elif name in kind.LIMITS:
             low, high = kind.LIMITS[name]
             pair = ", or two such as 1x2" if name in kind.TUPLES else ""
@@ -316,8 +316,8 @@ def _other_models() -> explain.Table:
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
-    found = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
-    most = max((regret["p95"] - 1 for *_, regret in found), default=0.0) or 1.0
+    regrets = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
+    most = max((regret["p95"] - 1 for *_, regret in regrets), default=0.0) or 1.0
     bars = [
         Bar(
             f"{model}, {name}",
@@ -326,7 +326,7 @@ def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
             (regret["p95"] - 1) / most,
             ours="PyTorch" not in name,
         )
-        for model, name, regret in found
+        for model, name, regret in regrets
     ]
     if bars:
         about = (
@@ -340,13 +340,13 @@ def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
 def _regrets(model: ServedModel) -> list[tuple[str, Mapping[str, float]]]:
     whole = (model.figures.get("whole") or {}).get("regret", {})
     named = {_ANSWERS.get(name, name): regret for name, regret in whole.items()}
-    found = {"configs of a family": model.figures.get("regret"), **named}
-    return [(name, regret) for name, regret in found.items() if regret]
+    by_name = {"configs of a family": model.figures.get("regret"), **named}
+    return [(name, regret) for name, regret in by_name.items() if regret]
 
 
 def _coverage(model: ServedModel) -> Mapping[str, float]:
-    found: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
-    return found
+    coverage: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
+    return coverage
 
 
 def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
@@ -366,9 +366,9 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
         words = (job.kind, job.device, job.state, job.started, job.ended, job.reason)
         jobs.append((str(job.id), *(word or "" for word in words)))
     uploads: list[Sequence[str]] = [("received", "rows", "state", "reason", "upload")]
-    for each in exchange.latest(_LATEST):
-        rows = "" if each.rows is None else f"{each.rows:,}"
-        uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
+    for upload in exchange.latest(_LATEST):
+        rows = "" if upload.rows is None else f"{upload.rows:,}"
+        uploads.append((upload.received, rows, upload.state, upload.reason or "", upload.id[:12]))
     return {
         "jobs": explain.Table("The latest jobs", "", 0, jobs),
         "uploads": explain.Table("The latest uploads of measurements", "", 2, uploads),
@@ -386,9 +386,9 @@ def read_drift(folder: str | None) -> explain.Table:
         try:
             if path.stat().st_size > _LARGEST:
                 raise DataError(f"{path} has more than {_LARGEST} bytes")
-            found = read_json(path, "a report of drift", DRIFT_FORMAT)
-            times = (f"{found['ratio']:.3f}", f"{found['far']:.0%}")
-            words = (str(found[key]) for key in ("device", "model", "state", "why"))
+            report = read_json(path, "a report of drift", DRIFT_FORMAT)
+            times = (f"{report['ratio']:.3f}", f"{report['far']:.0%}")
+            words = (str(report[key]) for key in ("device", "model", "state", "why"))
             rows.append((checked, *times, *words))
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))

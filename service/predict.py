@@ -66,14 +66,14 @@ class Question(NamedTuple):
 
 
 @dataclass(eq=False)
-class Answer:
+class Promise:
     """The answer to one problem. All requests that wait for it hold the same one."""
 
     text: str | None = None  # its choices as JSON; None until it is worked out
     source: str = ""  # of the best choice
 
 
-class Reply(NamedTuple):
+class JsonReply(NamedTuple):
     """The reply to one request."""
 
     body: bytes
@@ -97,11 +97,11 @@ class Latest(Generic[_K, _V]):
 
     def get(self, key: _K) -> _V | None:
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
             self._entries.move_to_end(key)
-            return found[0]
+            return entry[0]
 
     def put(self, key: _K, value: _V, size: int) -> None:
         """Remember `value`, whose texts and those of its key have `size` bytes."""
@@ -117,20 +117,20 @@ class Latest(Generic[_K, _V]):
                 self._bytes -= freed
 
 
-class Memory:
+class AnswerCache:
     """The memory of one predictor's answers, up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.replies: Latest[bytes, Reply] = Latest(limit // 2)  # by the body of the request
-        self.answers: Latest[Question, Answer] = Latest(limit // 2)
+        self.replies: Latest[bytes, JsonReply] = Latest(limit // 2)  # by the body of the request
+        self.answers: Latest[Question, Promise] = Latest(limit // 2)
         #: Answers that some request waits for, as long as it does.
-        self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
+        self.open: WeakValueDictionary[Question, Promise] = WeakValueDictionary()
         #: The measured layers of its models, by their versions, from the first that was explained;
         #: and what was explained.
         self.layers: dict[str, NearestLayers] = {}
         self.explained: Latest[Question, LayerExplanation] = Latest(limit // 8)
 
-    def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
+    def remembered(self, body: bytes, asked: PredictRequest) -> JsonReply | None:
         """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
         answers = []
         for question in _questions(asked):
@@ -140,11 +140,11 @@ class Memory:
             answers.append(answer)
         return self.reply(body, asked, answers)
 
-    def reply(self, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
+    def reply(self, body: bytes, asked: PredictRequest, answers: Iterable[Promise]) -> JsonReply:
         """Return the reply that consists of `answers`, and remember it by `body`."""
         sources = Counter(answer.source for answer in answers)
         text = joined_json(answer.text or "" for answer in answers)
-        reply = Reply(text.encode(), asked.device.key, sources)
+        reply = JsonReply(text.encode(), asked.device.key, sources)
         self.replies.put(body, reply, len(body) + len(reply.body))
         return reply
 
@@ -165,16 +165,16 @@ class Predict:
         """`find` is asked for the generation that answers each request, so that another may take
         its place at any time."""
         self._settings, self._metrics, self._find = settings, metrics, find
-        self._memories: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[Predictor, AnswerCache] = WeakKeyDictionary()
 
     def start(self, executor: Executor) -> None:
         """Have work done by the one thread of `executor`."""
         self._scheduler = Scheduler(executor, self._metrics, self._settings.max_queue)
 
-    def memory_of(self, predictor: Predictor) -> Memory:
+    def memory_of(self, predictor: Predictor) -> AnswerCache:
         """Return the memory of a predictor, which goes with it."""
         if predictor not in self._memories:
-            self._memories[predictor] = Memory(self._settings.cache_mib * 2**20)
+            self._memories[predictor] = AnswerCache(self._settings.cache_mib * 2**20)
         return self._memories[predictor]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,8 +203,8 @@ class Predict:
         await send({"type": "http.response.body", "body": text})
 
     async def _new(
-        self, predictor: Predictor, memory: Memory, body: bytes, scope: Scope, receive: Receive
-    ) -> Reply | None:
+        self, predictor: Predictor, memory: AnswerCache, body: bytes, scope: Scope, receive: Receive
+    ) -> JsonReply | None:
         """Return the reply to a body that is not in memory; None if the client leaves before."""
         asked = None
         if len(body) <= _SHORT_BYTES:
@@ -221,8 +221,8 @@ class Predict:
         return reply
 
     def _working(
-        self, predictor: Predictor, memory: Memory, body: bytes, asked: PredictRequest | None
-    ) -> Steps[Reply]:
+        self, predictor: Predictor, memory: AnswerCache, body: bytes, asked: PredictRequest | None
+    ) -> Steps[JsonReply]:
         """Work out the reply to `body`, which asks what is `asked`, if it has been read; for the
         one thread that works. Raises as `parsing` does.
 
@@ -232,7 +232,7 @@ class Predict:
         asked = asked or (yield from parsing(body, self._settings))
         questions = _questions(asked)
         answers = [
-            memory.answers.get(question) or memory.open.setdefault(question, Answer())
+            memory.answers.get(question) or memory.open.setdefault(question, Promise())
             for question in questions
         ]
         new = {q: a for q, a in zip(questions, answers, strict=True) if a.text is None}
@@ -280,8 +280,8 @@ class Predict:
     def _deadline_s(self, scope: Scope) -> float:
         """Return the server's deadline, or the client's own if that is shorter."""
         preferred = b",".join(value for name, value in scope["headers"] if name == b"prefer")
-        found = _WAIT.search(preferred.decode("latin-1"))
-        return min(self._settings.deadline, int(found[1]) if found else math.inf)
+        match = _WAIT.search(preferred.decode("latin-1"))
+        return min(self._settings.deadline, int(match[1]) if match else math.inf)
 
 
 async def _gone(receive: Receive) -> None:

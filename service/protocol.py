@@ -127,7 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Go on with a request as if it had not asked for another protocol, as RFC 9110 has it. The
         parser takes its body for that protocol's, so that another one is told how it is framed."""
         offset = sys.exc_info()[1].args[0]  # type: ignore[union-attr]
-        framing = (each for each in self.headers if each[0] in _FRAMING)
+        framing = (header for header in self.headers if header[0] in _FRAMING)
         head = b"".join(b"%s: %s\r\n" % header for header in framing)
         self._piece, self._resuming = self._piece[offset:], True
         self.parser = httptools.HttpRequestParser(self)
@@ -275,7 +275,7 @@ def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
 def connections(server: uvicorn.Server) -> list[LimitedProtocol]:
     """Return the open connections of `server`."""
     every = server.server_state.connections
-    return [each for each in every if isinstance(each, LimitedProtocol)]
+    return [connection for connection in every if isinstance(connection, LimitedProtocol)]
 
 
 def leave(server: uvicorn.Server) -> None:

@@ -219,11 +219,11 @@ def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictReq
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
-    return found
+    return fields
 
 
 def _refuse_constant(name: str) -> Any:
@@ -245,9 +245,9 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     top = check_top(fields.get("top", 1))
     accepted = check_max_regret(fields.get("max_regret"))
     limits = _read("limits", Limits, fields["limits"]) if "limits" in fields else UNLIMITED
-    given = [name for name in ("problem", "problems") if name in fields]
-    if len(given) != 1:
-        raise InvalidInput("problem", given or None, "exactly one of problem and problems")
+    named = [name for name in ("problem", "problems") if name in fields]
+    if len(named) != 1:
+        raise InvalidInput("problem", named or None, "exactly one of problem and problems")
     if "problem" in fields:
         problem = _problem("problem", fields["problem"])
         return PredictRequest(device, (problem,), top, accepted, limits)

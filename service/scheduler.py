@@ -57,10 +57,10 @@ class Refused(Exception):
         self.reason, self.retry_s = reason, max(1, math.ceil(retry_s))
 
 
-class _Job(Generic[T]):
+class _Work(Generic[T]):
     """One request's work."""
 
-    def __init__(self, client: _Client, steps: Steps[T], left: int, deadline_s: float) -> None:
+    def __init__(self, client: _ClientJobs, steps: Steps[T], left: int, deadline_s: float) -> None:
         self.client, self.steps = client, steps
         self.left, self.read = left, False  # problems: an estimate until the steps are known
         self.deadline = time.monotonic() + deadline_s
@@ -74,20 +74,20 @@ class _Job(Generic[T]):
         return self.left if self.read else 0
 
 
-class _Client:
+class _ClientJobs:
     """A client that has work here."""
 
     def __init__(self, name: str, had: float) -> None:
         self.name = name
         self.had = had  # problems that were done for it, from where the others were when it came
-        self.jobs: dict[_Job[Any], None] = {}  # in order of arrival
+        self.jobs: dict[_Work[Any], None] = {}  # in order of arrival
         self._slices = 0
 
     @property
-    def nearest(self) -> _Job[Any]:
+    def nearest(self) -> _Work[Any]:
         return min(self.jobs, key=lambda job: job.ahead)
 
-    def next(self) -> _Job[Any]:
+    def next(self) -> _Work[Any]:
         """Return the job that gets its next slice."""
         self._slices += 1
         return self.nearest if self._slices % _FOR_THE_OLDEST else next(iter(self.jobs))
@@ -100,7 +100,7 @@ class Scheduler:
         """Work in the one thread of `executor`; let `limit` problems wait, or
         more if a single request has them."""
         self._executor, self._metrics, self._limit = executor, metrics, limit
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ClientJobs] = {}
         self._waiting = 0  # problems
         self._had = 0.0  # problems that a client has had which always has work
         self._pace_s = _PACE_S
@@ -139,29 +139,29 @@ class Scheduler:
             job.result.cancel()  # if it is not done
             self._leave(job)
 
-    def _check(self, job: _Job[Any]) -> None:
+    def _check(self, job: _Work[Any]) -> None:
         """Refuse a job that cannot end in time, with the work that goes before it. Where nobody's
         goes before, it is tried: the pace may have been that of a machine that was busy."""
         own = job.left + sum(
             other.left for other in job.client.jobs if other is not job and other.left <= job.left
         )
         others = (client for client in self._clients.values() if client is not job.client)
-        ahead = own + sum(min(own, sum(each.left for each in other.jobs)) for other in others)
+        ahead = own + sum(min(own, sum(job.left for job in other.jobs)) for other in others)
         patience_s = _PATIENCE_S + _STRETCH * job.left * self._pace_s
         allowed_s = min(_PROMISED * (job.deadline - time.monotonic()), patience_s)
         if ahead > job.left and ahead * self._pace_s > allowed_s:
             raise Refused("deadline", ahead * self._pace_s - allowed_s)
 
-    def _enter(self, steps: Steps[T], name: str, estimate: int, deadline_s: float) -> _Job[T]:
-        client = self._clients.setdefault(name, _Client(name, self._had))
-        job = _Job(client, steps, estimate, deadline_s)
+    def _enter(self, steps: Steps[T], name: str, estimate: int, deadline_s: float) -> _Work[T]:
+        client = self._clients.setdefault(name, _ClientJobs(name, self._had))
+        job = _Work(client, steps, estimate, deadline_s)
         client.jobs[job] = None
         self._count(1, job.left)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return job
 
-    def _leave(self, job: _Job[Any]) -> None:
+    def _leave(self, job: _Work[Any]) -> None:
         client = job.client
         if job in client.jobs:
             del client.jobs[job]
@@ -179,13 +179,13 @@ class Scheduler:
         while self._clients:
             crowded = self._waiting * self._pace_s > _CROWDED_S
 
-            def turn(client: _Client, crowded: bool = crowded) -> tuple[float, int]:
+            def turn(client: _ClientJobs, crowded: bool = crowded) -> tuple[float, int]:
                 ahead = client.nearest.ahead
                 return max(client.had, self._had) + (ahead if crowded else 0), ahead
 
             await self._slice(min(self._clients.values(), key=turn).next())
 
-    async def _slice(self, job: _Job[Any]) -> None:
+    async def _slice(self, job: _Work[Any]) -> None:
         loop, start = asyncio.get_running_loop(), time.perf_counter()
         try:
             left, value = await loop.run_in_executor(self._executor, _advance, job.steps)
@@ -206,7 +206,7 @@ class Scheduler:
             self._progress(job, left, took)
         return None
 
-    def _progress(self, job: _Job[Any], left: int, took: float) -> None:
+    def _progress(self, job: _Work[Any], left: int, took: float) -> None:
         """Note that after a slice of `took` seconds `job` has so many problems left."""
         if job.read and job.left > left:
             self._pace_s += _NEWEST * (took / (job.left - left) - self._pace_s)

@@ -288,9 +288,9 @@ def install(app: FastAPI, settings: Settings) -> None:
             if settings.tokens is not None:
                 _secure(described)
         # GPU models by their keys and as drivers call them, and those that only a model knows.
-        known = app.state.loaded.current.predictor.models.values() if app.state.loaded else ()
-        devices = {**KNOWN, **{model.device.key: model.device for model in known}}.values()
-        names = dict.fromkeys(name for each in devices for name in (each.key, each.product))
+        models = app.state.loaded.current.predictor.models.values() if app.state.loaded else ()
+        devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
+        names = dict.fromkeys(name for device in devices for name in (device.key, device.product))
         request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
         request["properties"]["device"]["enum"] = [*names]
         (query,) = app.openapi_schema["paths"]["/v1/jobs"]["post"]["parameters"]
@@ -315,8 +315,8 @@ def _secure(described: dict[str, Any]) -> None:
 
 
 def _object(title: str, about: str | None, properties: Any, **more: Any) -> dict[str, Any]:
-    known = {"title": title, "description": about, "type": "object", "properties": properties}
-    return {**known, **more, "additionalProperties": False}
+    schema = {"title": title, "description": about, "type": "object", "properties": properties}
+    return {**schema, **more, "additionalProperties": False}
 
 
 def _bodies(settings: Settings) -> dict[str, Any]:
@@ -347,23 +347,23 @@ def _bodies(settings: Settings) -> dict[str, Any]:
 
 def _record(kind: type[Problem] | type[ConvNd]) -> dict[str, Any]:
     fields = dataclasses.fields(kind)
-    known = {field.name: _field(kind, field) for field in fields}
+    properties = {field.name: _field(kind, field) for field in fields}
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    return _object(kind.__name__, inspect.getdoc(kind), known, required=required)
+    return _object(kind.__name__, inspect.getdoc(kind), properties, required=required)
 
 
 def _field(kind: type[Record], field: dataclasses.Field[Any]) -> dict[str, Any]:
     name, axes = field.name, len(kind.TUPLES.get(field.name, ()))
-    found: dict[str, Any] = {"type": "boolean"}
+    schema: dict[str, Any] = {"type": "boolean"}
     if name in kind.CHOICES:
-        found = {"type": "string", "enum": list(kind.CHOICES[name])}
+        schema = {"type": "string", "enum": list(kind.CHOICES[name])}
     elif name in kind.LIMITS:
         low, high = kind.LIMITS[name]
-        found = {"type": "integer", "minimum": low, "maximum": high}
+        schema = {"type": "integer", "minimum": low, "maximum": high}
     if axes:
         least = 1 if "rank" in kind.LIMITS else axes  # one of each axis that the layer has
-        several = {"type": "array", "items": found, "minItems": least, "maxItems": axes}
-        found = {"anyOf": [found, several]}
+        several = {"type": "array", "items": schema, "minItems": least, "maxItems": axes}
+        schema = {"anyOf": [schema, several]}
     if field.default is not dataclasses.MISSING and name != "rank":  # which follows from others
-        found["default"] = field.default
-    return found
+        schema["default"] = field.default
+    return schema

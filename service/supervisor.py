@@ -90,12 +90,12 @@ def _listener(settings: Settings) -> socket.socket:
         if not (tokens.is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
             allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
             raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
-        found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         reason = getattr(error, "strerror", None) or "no such host"
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-    return found
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+    return listener
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ class Supervisor:
         self._children: dict[int, Child] = {}  # by process
         self._slots: list[asyncio.Task[None]] = []
         self._history: list[Path] = []  # the generations that are loaded; the last is current
-        self._known: list[Fields] = []  # the tokens that were read with it
+        self._accepted: list[Fields] = []  # the tokens that were read with it
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
@@ -141,7 +141,7 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._try("reload", "SIGHUP")))
         self._listener.setblocking(False)
         seen = generations.fingerprint(self._settings)
-        first, self._known = await asyncio.to_thread(self._read)
+        first, self._accepted = await asyncio.to_thread(self._read)
         self._history = [first]
         slots = map(self._slot, map(str, range(self._settings.workers)))
         self._slots = [*map(asyncio.create_task, slots)]
@@ -164,9 +164,9 @@ class Supervisor:
             if self._announced:
                 tell_systemd(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
             try:
-                new, known = await asyncio.to_thread(self._read)
+                new, accepted = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
-                await self._change([*(each for each in self._history if each != new), new], known)
+                await self._answer_by([*(g for g in self._history if g != new), new], accepted)
             except ConfpredError as error:
                 self._reloaded("refused", f"reload refused: {error}")
                 raise
@@ -187,7 +187,7 @@ class Supervisor:
                 former = [await asyncio.to_thread(self._publish)]
             if not former:
                 raise ConfpredError("no former generation is loaded")
-            await self._change(former, self._known)
+            await self._answer_by(former, self._accepted)
             generations.withdraw(self._settings, former[-1])
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
@@ -206,15 +206,15 @@ class Supervisor:
     def _read(self) -> tuple[Path, list[Fields]]:
         """Copy models and plan; return the folder of the copy, and the tokens."""
         path = self._settings.tokens
-        known = [] if path is None else [asdict(token) for token in tokens.read(path)]
-        return self._publish(), known
+        accepted = [] if path is None else [asdict(token) for token in tokens.read(path)]
+        return self._publish(), accepted
 
     def _publish(self) -> Path:
         folder = generations.publish(self._settings, self._home / "generations")
         generations.give_back()
         return folder
 
-    async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
+    async def _answer_by(self, history: Sequence[Path], accepted: list[Fields]) -> None:
         """Have all workers load what they have not loaded of `history` and then, when all have,
         answer by the last of it and by the tokens `known`."""
         history = history[-1 - self._settings.keep_models :]
@@ -235,9 +235,9 @@ class Supervisor:
             raise ConfpredError(reasons[0])
         if is_new:
             self._switched, self._ended = time.monotonic(), 0
-        self._known = known
+        self._accepted = accepted
         await asyncio.gather(*(self._switch(child, history) for child in ready))
-        dropped = [each for each in self._history if each not in history]
+        dropped = [folder for folder in self._history if folder not in history]
         self._history = [*history]
         for folder in dropped:
             shutil.rmtree(folder, ignore_errors=True)
@@ -251,7 +251,7 @@ class Supervisor:
     async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
         """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
         keep = [folder.name for folder in history]
-        wanted = {"generation": keep[-1], "keep": keep, "known": self._known}
+        wanted = {"generation": keep[-1], "keep": keep, "accepted": self._accepted}
         answer = await child.ask("switch", _SWITCH_S, **wanted)
         if answer is None or "error" in answer:
             child.kill()
@@ -290,20 +290,20 @@ class Supervisor:
         async with self._changing:
             wanted = self._history[-1]
             try:
-                found = await asyncio.to_thread(self._publish)
-                if found != wanted:
-                    await self._check(found)
+                copy = await asyncio.to_thread(self._publish)
+                if copy != wanted:
+                    await self._check(copy)
             except ConfpredError as error:
                 _log.error("the models cannot be copied again: %s", error)
                 return
-            left = [each for each in self._history if each.is_dir() and each != found]
-            self._history = [*left, found]
-        if found != wanted:  # they have changed meanwhile
+            left = [folder for folder in self._history if folder.is_dir() and folder != copy]
+            self._history = [*left, copy]
+        if copy != wanted:  # they have changed meanwhile
             self._spawn(self._try("reload", "a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
-        others = any(each.ready for each in self._children.values())
+        others = any(other.ready for other in self._children.values())
         if child.failed is not None and not self._announced and not others:
             self._fatal = self._fatal or ConfpredError(child.failed)
         elif failures >= MOST_FAILED_STARTS and not others:
@@ -394,7 +394,7 @@ class Supervisor:
                 other.ready = False
                 other.channel.send("stop", wait=self._settings.grace)
         self._update()
-        ready = sum(each.ready for each in self._children.values())
+        ready = sum(worker.ready for worker in self._children.values())
         wanted = self._settings.workers
         if self._announced:
             _log.info("worker %s answers, process %d", child.name, child.pid)
@@ -442,7 +442,7 @@ class Supervisor:
         """Give `connection` to the first worker that takes it, the one with the fewest before
         others. It waits where all have just ended, and is closed where all have too many."""
         ready = [child for child in self._children.values() if child.ready]
-        taken = any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
+        taken = any(child.hand(connection) for child in sorted(ready, key=lambda child: child.load))
         if taken or any(child.ready for child in ready):
             connection.close()
         else:
@@ -453,9 +453,9 @@ class Supervisor:
         """Reload when the models or the plan change on disk."""
         while True:
             await asyncio.sleep(self._settings.watch_models)
-            found = await asyncio.to_thread(generations.fingerprint, self._settings)
-            if found != seen:
-                seen = found
+            current = await asyncio.to_thread(generations.fingerprint, self._settings)
+            if current != seen:
+                seen = current
                 await self._try("reload", "changed files")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -75,10 +75,10 @@ class Worker:
         if path.name not in self._loaded:
             self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
 
-    async def _on_switch(self, generation: str, keep: list[str], known: list[Fields]) -> None:
+    async def _on_switch(self, generation: str, keep: list[str], accepted: list[Fields]) -> None:
         """Answer by a generation, and by the tokens `known`, from the next request on."""
         self._loaded.switch(generation, keep)
-        self._app.state.tokens = tuple(tokens.Token(**each) for each in known)
+        self._app.state.tokens = tuple(tokens.Token(**fields) for fields in accepted)
         # Forgotten generations refer to themselves. The search takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
@@ -115,8 +115,8 @@ class Worker:
             if not said:  # the supervisor is gone
                 asyncio.get_running_loop().remove_reader(self._connections.fileno())
                 return
-            for each in handed:
-                task = asyncio.create_task(self._connect(socket.socket(fileno=each)))
+            for descriptor in handed:
+                task = asyncio.create_task(self._connect(socket.socket(fileno=descriptor)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             if not handed:  # this process has no descriptor left
