@@ -1,4 +1,4 @@
-"""`confpred devices`: the GPUs that are known, and what their models know."""
+"""`confpred devices`: the known GPUs, and their models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _DEVICE_HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A device and what its model knows; a device without one has None and nothing there.
+    """A device and its model. Without a model, the attributes after the first are None or empty.
 
     Attributes:
-        device: its description.
+        device: description of the device.
         model: version of its model.
-        operation: what that model chooses for, such as ``conv2d``.
-        families: the kernel families and libraries that it knows.
-        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
-        rows, problems, networks: measurements that it was trained on, and what these are of.
+        operation: operation that the model chooses configs for, such as ``conv2d``.
+        families: kernel families and libraries that the model was trained on.
+        layers: kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
+        rows, problems, networks: how many the model was trained on.
         driver, cudnn: versions that the measurements were made with.
     """
 
@@ -50,7 +50,7 @@ class KnownDevice:
 
 
 def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
-    """Return the devices of `models`, once a model, then those of the table that have none.
+    """Return the devices of `models`, once a model, then those of the table without a model.
 
     Raises:
         ModelError: a model is damaged.
@@ -72,7 +72,7 @@ def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
 @json_option(help="Print the devices as JSON.")
 @model_option
 def devices(device: str | None, as_json: bool, model: Path | None) -> None:
-    """List the GPUs that are known, and what their models know; or everything about one DEVICE.
+    """List the known GPUs and their models; or all facts of one DEVICE.
 
     \b
     confpred devices
@@ -80,8 +80,8 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     confpred devices --json
 
     GB/s is the copy bandwidth, bytes read plus bytes written. TFLOP/s is the dense half-precision
-    rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
-    that is not in the list is known once its driver was asked, when a process first uses it.
+    rate. For a device without a model, the model of the most similar device chooses, without a
+    bound. A GPU that is not in the list is added when a process first uses it.
     """
     from confpred.families.registry import all_operations
     from confpred.model.folder import NewestModels
@@ -114,7 +114,7 @@ def _device_row(entry: KnownDevice) -> tuple[str, ...]:
 
 
 def _layers(entry: KnownDevice) -> str:
-    """Return the kinds of layers that a model knows; those of convolutions have names."""
+    """Return the kinds of layers of a model; those of convolutions have names."""
     return " ".join(entry.layers) if entry.operation == CONVOLUTION.name else entry.operation or ""
 
 

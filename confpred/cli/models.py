@@ -16,9 +16,9 @@ from confpred.problem.conv2d import CONVOLUTION
 
 _url = click.option("--url", help="Service to ask, such as http://127.0.0.1:8000.")
 _signed_by = click.option(
-    "--signed-by", "signers", type=FILE, help="Take only what one of these allowed signers signed."
+    "--signed-by", "signers", type=FILE, help="Accept only models signed by one of these signers."
 )
-_DIGITS = 12  # of a digest that are shown
+_DIGITS = 12  # digits of a digest that are shown
 
 
 @click.group("models")
@@ -38,8 +38,8 @@ _SHOWN: tuple[str, ...] = ("name", "operation", "device", "digest", "created", "
 
 
 def _here() -> list[dict[str, Any]]:
-    """Return `_SHOWN` and the folder of the models of this installation and user, the newest first;
-    the newest of an operation and device is in use."""
+    """Return facts (`_SHOWN` and the folder) of the models of this installation and user, the
+    newest first; the newest of an operation and device is in use."""
     import hashlib
 
     from confpred.model.card import CARD, read_card
@@ -101,7 +101,7 @@ def list_models(url: str | None, as_json: bool) -> None:
 def pull(url: str, device: str | None, digest: str | None, signers: Path | None) -> None:
     """Fetch a model from a service, and use it if it is the newest for its device.
 
-    A pull that was cut off goes on where it was; the model is there whole or not at all.
+    A pull that was interrupted continues where it was; the model is added whole or not at all.
     """
     require_packages("client", "httpx")
     from confpred.client.transfer import models_at
@@ -133,7 +133,7 @@ def pull(url: str, device: str | None, digest: str | None, signers: Path | None)
 
 
 def _signed(folder: Path, signers: Path | None) -> str:
-    """Return by whom a model is signed, in words; raises where `signers` are given and none has."""
+    """Return in words who signed a model; raise an error if none of `signers` did."""
     from confpred.model.card import SIGNATURE, signed_by
 
     if signers is not None:
@@ -145,9 +145,9 @@ def _signed(folder: Path, signers: Path | None) -> str:
 @_url
 @_signed_by
 def verify(url: str | None, signers: Path | None) -> None:
-    """Compare each model's files with their digests, and with a service those in use.
+    """Compare each model's files with their digests, and the models in use with a service's.
 
-    Exit code: 0 if all are whole, and the service's where one was asked; else 1.
+    Exit code: 0 if all are whole and, with --url, the service's; else 1.
     """
     from confpred.model.card import read_files
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from confpred.sampler.tasks import Pick
 
 
-#: As many compilers as a Ray cluster has cores.
+#: Compilers: as many as a Ray cluster has cores.
 MANY = 1024
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -109,9 +109,9 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @click.option(
     "--picked",
     type=click.IntRange(min=1),
-    help="Measure as many configs more that --model orders first, or that chance picks without it.",
+    help="Measure so many more configs: the first ones by --model, or random ones without it.",
 )
-@click.option("--model", "model_folder", type=FOLDER, help="The model that picks; needs --picked.")
+@click.option("--model", "model_folder", type=FOLDER, help="Model for --picked.")
 @click.option(
     "--anchors",
     "anchors_file",
@@ -123,7 +123,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of the order of problems, the choice of configs and the timed rounds.",
+    help="Seed of the order of problems, the choice of configs and the timed rounds.",
 )
 @click.option(
     "--jobs",
@@ -144,7 +144,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     "--plan",
     "plan_device",
     metavar="DEVICE",
-    help="Say what would be measured on DEVICE, such as h200, and end; needs no GPU.",
+    help="List what would be measured on DEVICE, such as h200, and end; needs no GPU.",
 )
 @click.option(
     "--compile",
@@ -158,7 +158,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
 @timeout_option
-@click.option("--submit", metavar="URL", help="Send the measurements to this service as they come.")
+@click.option("--submit", metavar="URL", help="Send the measurements to this service.")
 def sample(
     kernel: str | None,
     suite_files: tuple[Path, ...],
@@ -238,7 +238,7 @@ def sample(
     )
 
     def completed(device: Device) -> Sampling:
-        """Add what depends on the kind of GPU."""
+        """Add the settings that depend on the kind of GPU."""
         return replace(
             settings,
             pick=picker(model_folder, device) if picked and model_folder else None,
@@ -268,8 +268,8 @@ def sample(
 
 
 def kernel_at(place: str) -> Family:
-    """Return the family of a kernel such as ``mine.py:kernel``, known from now on in this process
-    and in those that it starts.
+    """Return the family of a kernel such as ``mine.py:kernel``, and register it in this process and
+    its child processes.
 
     Raises:
         InvalidInput: there is no such file, or no kernel under `confpred.tuned` of that name in it.
@@ -291,7 +291,8 @@ def kernel_at(place: str) -> Family:
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
-    """Return a block that sends the shards in `out` to the service at `url`, if there is one."""
+    """Return a context in which the shards in `out` are sent to the service at `url`, if there is
+    one."""
     if url is None:
         return nullcontext()
     with needing("client"):
@@ -300,7 +301,7 @@ def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
-    """Return the order in which the model in a folder would try a family's configs."""
+    """Return a function that orders a family's configs by the model in a folder."""
     from confpred.model.folder import load_model
 
     families = load_model(model_folder).families
@@ -321,7 +322,7 @@ def report_plan(
     compiling: bool,
     archive: Path | None,
 ) -> None:
-    """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
+    """Print the planned measurements, after compiling them if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
     from confpred.sampler.store import measured_in
@@ -354,7 +355,7 @@ def report_plan(
 
 
 def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Sampling) -> int:
-    """Sample with progress, Ctrl-C and a summary; returns the exit code."""
+    """Sample with progress, Ctrl-C and a summary; return the exit code."""
     from rich.console import Console
 
     from confpred.sampler.progress import count_interrupts, show_progress, summary
@@ -405,7 +406,7 @@ def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
 
 
 def check_pytorch(wanted: bool) -> None:
-    """Check that PyTorch is installed where its operator is to be timed."""
+    """Check that PyTorch is installed if its operator is `wanted`."""
     if wanted and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from confpred.retraining.retrain import Request, RetrainingReport
 
 _DEFAULT_GPU = "cuda:0"
-#: The exit code where the run went well and the old model stays.
+#: Exit code of a successful run that keeps the old model.
 NOT_BETTER = 3
 
 
@@ -54,7 +54,7 @@ NOT_BETTER = 3
     "--data",
     type=FILE_OR_FOLDER,
     multiple=True,
-    help="Measurements to learn from too, of such a GPU or another; may be repeated.",
+    help="Further measurements to train on, of such a GPU or another; may be repeated.",
 )
 @click.option(
     "--suite",
@@ -66,21 +66,21 @@ NOT_BETTER = 3
 @click.option(
     "--folder",
     type=OUTPUT,
-    help="Where its measurements are kept.  [default: in your data folder, one a device]",
+    help="Folder of its measurements.  [default: in your data folder, one a device]",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
-@pytorch_option(help="Time PyTorch's own operator as well: without it nothing is left to it.")
+@pytorch_option(help="Time PyTorch's operator as well; else it is never chosen.")
 @click.option(
     "--from",
     "source",
     metavar="URL-OR-FOLDER",
-    help="Measure nothing: train on those of a service, a folder, or a URL such as s3://bucket.",
+    help="Train on measurements of a service, a folder, or a URL such as s3://bucket, alone.",
 )
 @click.option(
     "--holdout",
     type=FILE_OR_FOLDER,
     multiple=True,
-    help="With --from: measurements that nothing learns from, to judge by; may be repeated.",
+    help="With --from: measurements to judge by, never to train on; may be repeated.",
 )
 @timeout_option
 def retrain(
@@ -98,23 +98,23 @@ def retrain(
     """Measure this GPU, train on it, and use the model if it is better.
 
     \b
-    1. measures, for most of the budget, what teaches most a minute: problems
-       unlike those measured before and answers that may be far off; of each,
+    1. measures, for most of the budget, the problems of most worth a minute:
+       far from those measured before, or with a large bound on regret; of each,
        20 configs that the present model puts first and 20 random ones
-    2. trains on these, on what earlier runs measured, and on --data
-    3. lets the old and the new model choose for networks that it never learns
-       from, and measures what they choose differently
+    2. trains on these, on the measurements of earlier runs, and on --data
+    3. lets the old and the new model choose for networks held out of training,
+       and measures the choices that differ
     4. puts the new model where `confpred.optimize` and `confpred predict` find
        it, if its choices are faster by more than chance; the old one stays
-       beside it. Else it says why not.
+       beside it. Else it prints the reason.
 
     Training comes on top of the budget: some minutes of one core. A run that is stopped (Ctrl-C) or
-    killed goes on where it was when the same command is given again. Any GPU of compute capability
-    8.0 or later will do; one that no table has is described by its driver and a short benchmark.
+    killed continues when the same command is run again. Any GPU of compute capability 8.0 or later
+    will do; one that no table has is described by its driver and a short benchmark.
 
-    With --from no GPU is needed, and --device is the one to train for, such as h100. Uploads to a
-    service teach the present model, beside your own --data; --holdout judges, or else one network
-    in ten of your own.
+    With --from no GPU is needed, and --device is the one to train for, such as h100. The present
+    model is trained again with the uploads to a service, beside your own --data; --holdout judges
+    it, or else one network in ten of your own.
 
     Exit code: 0 if a new model is in use, 3 if the old one stays, 130 if stopped, 1 on an error, 2
     on a wrong option.
@@ -123,7 +123,7 @@ def retrain(
     confpred retrain --device cuda:0 --budget 15m
     confpred retrain --budget 1h --data datasets/h100
     confpred retrain --from http://127.0.0.1:8000 --device h100 --data base --holdout holdout
-    confpred drift        # later: does it still hold?
+    confpred drift        # later, to check the model
     """
     require_packages("train", *MODULES)
     if source is not None:
@@ -149,7 +149,7 @@ def retrain(
 def retrain_from_and_report(
     source: str, data: tuple[Path, ...], holdout: tuple[Path, ...], device: str | None
 ) -> int:
-    """Retrain on measurements that are there, with a summary; returns the exit code."""
+    """Retrain on present measurements, with a summary; return the exit code."""
     from tempfile import TemporaryDirectory
 
     from confpred.model.folder import NewestModels, publish, users_models
@@ -169,7 +169,7 @@ def retrain_from_and_report(
 
 
 def retrain_and_report(request: Request) -> int:
-    """Retrain with progress, Ctrl-C and a summary; returns the exit code."""
+    """Retrain with progress, Ctrl-C and a summary; return the exit code."""
     from rich.console import Console
 
     from confpred.retraining.retrain import retrain
@@ -220,9 +220,9 @@ _SHOWN = 5
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
-@pytorch_option(help="Its operator too.")
+@pytorch_option(help="Time PyTorch's operator too.")
 @timeout_option
-@json_option(help="Print everything that was found as JSON.")
+@json_option(help="Print the whole result as JSON.")
 def drift(
     device: str,
     model: Path | None,
@@ -233,10 +233,10 @@ def drift(
     timeout: str,
     as_json: bool,
 ) -> None:
-    """Time a few of the model's configs again: does it still hold?
+    """Time a few of a model's configs again, to check the model.
 
     A random set of the layers that the model was trained on is launched with the config that was
-    the fastest then, and its time compared with the one that was measured.
+    the fastest then, and its time is compared with the measured one.
 
     \b
     ok                        times are as the model expects
@@ -300,7 +300,7 @@ def _cudnn() -> str:
 
 
 def drift_lines(check: Drift) -> list[str]:
-    """Return the verdict, and the times that differ most."""
+    """Return the verdict, and the times that differ most, as lines of text."""
     lines = [f"{check.state}: model {check.model} on {check.device}: {check.why}"]
     for t in check.retimed[:_SHOWN]:
         times = f"{t.expected_ms:.4f} -> {t.measured_ms:.4f} ms"

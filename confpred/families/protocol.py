@@ -135,7 +135,7 @@ class LibraryFamily(Protocol):
 
 
 @runtime_checkable
-class Compiled(Protocol):
+class CompiledFamily(Protocol):
     """A family that names the fields its kernels are compiled for, so that the registers of one
     compiled kernel hold for all configs and layers that share it. Its problems are `Problem`
     records, and its features ``registers`` and `confpred.model.features.OCCUPANCY` describe how a

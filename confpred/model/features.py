@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from confpred.errors import ModelError
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import Occupancy
-from confpred.families.protocol import Array, Batched, Compiled, Family, Rows
+from confpred.families.protocol import Array, Batched, CompiledFamily, Family, Rows
 from confpred.model.card import FeatureDigest
 from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
@@ -190,9 +190,9 @@ class Registers:
 
 
 def kernels_of(family: Family) -> Rows:
-    """Return the number of the kernel that each config of a `Compiled` family is a launch of."""
+    """Return the number of the kernel that each config of a `CompiledFamily` launches."""
     numbers = np.zeros(len(family.configs), np.intp)
-    fields = family.kernel_fields if isinstance(family, Compiled) else ()
+    fields = family.kernel_fields if isinstance(family, CompiledFamily) else ()
     if fields:
         columns = [family.configs[name] for name in fields]
         # A tenth of the time that `numpy.unique` takes for records.
@@ -206,11 +206,11 @@ def registers_text(
     family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
     """Return a table of the registers of a family's kernels, as text for `Registers`; None if the
-    family is not `Compiled`, or no kernel's registers were recorded.
+    family is not `CompiledFamily`, or no kernel's registers were recorded.
 
     `measured` has each problem with the configs that were compiled, and their registers or 0.
     """
-    if not isinstance(family, Compiled):
+    if not isinstance(family, CompiledFamily):
         return None
     kernel_of = kernels_of(family)
     table: dict[str, Array] = {}

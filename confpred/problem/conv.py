@@ -361,7 +361,7 @@ _MOST_ALIGNED = 64
 
 class ConvNds:
     """Tensors are of the problem's layout, with an axis for each of its rank; names as of
-    `confpred.problem.conv2d.Convolution`. The bias of a ``dgrad`` has `c` values."""
+    `confpred.problem.conv2d.Convolutions`. The bias of a ``dgrad`` has `c` values."""
 
     name = "conv"
     problem: type[Record] = ConvNd

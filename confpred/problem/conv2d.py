@@ -313,7 +313,7 @@ def product(problem: Any) -> tuple[int, int, int]:
     return depth, p.taps * width, pixels
 
 
-class Convolution:
+class Convolutions:
     """Activations are N H W C (and N P Q K), filters K R S C/groups; names as in `operands`."""
 
     name = "conv2d"
@@ -438,4 +438,4 @@ def dtype_macro(problem: Record) -> tuple[str, str]:
     return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
 
 
-CONVOLUTION = Convolution()
+CONVOLUTION = Convolutions()

@@ -1,4 +1,4 @@
-"""Tables of a page: cells with their text, and the value that they are sorted by."""
+"""Tables of a page: cells with their text, and the value to sort them by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from confpred.training.regret import FAR
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell: the text that is read, and the value that a number is sorted by."""
+    """One cell: its text, and the value that a number is sorted by."""
 
     text: str
     value: float | None = None
@@ -22,15 +22,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table whose columns can be sorted by."""
+    """A table whose columns can be sorted."""
 
     title: str
-    columns: tuple[str, ...]  # the headings; of a column of numbers the cells have a value
-    rows: tuple[tuple[Cell, ...], ...]  # in the order in which they are shown first
+    columns: tuple[str, ...]  # headings; the cells of a column of numbers have a value
+    rows: tuple[tuple[Cell, ...], ...]  # rows in their first order
 
 
 def made(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> ReportTable:
-    """Return a table; whatever is no cell yet becomes one of its text."""
+    """Return a table; a value that is no cell becomes one of its text."""
     cells = (tuple(c if isinstance(c, Cell) else Cell(str(c)) for c in row) for row in rows)
     return ReportTable(title, tuple(columns), tuple(cells))
 
@@ -96,7 +96,8 @@ def summary_table(evaluations: Sequence[Evaluated]) -> ReportTable:
 
 
 def whole_table(evaluations: Sequence[Evaluated]) -> ReportTable:
-    """Return the figures of whole answers, PyTorch's operator included, where it was measured."""
+    """Return the figures of the choices among all families and PyTorch's operator, if they were
+    judged."""
     figures = ("geomean", "p95", "worst")
     return made(
         "Whole answers, PyTorch's operator included",
@@ -123,7 +124,7 @@ def method_table(evaluations: Sequence[Evaluated]) -> ReportTable:
 
 
 def coverage_table(evaluations: Sequence[Evaluated]) -> ReportTable:
-    """Return how often the bound holds, by facts that it should not depend on."""
+    """Return how often the bound holds, by properties that it should not depend on."""
     rows: list[tuple[object, ...]] = []
     for e in evaluations:
         groups = [("all", Group.of("all", e.layers))]
@@ -149,7 +150,7 @@ def noise_table(datasets: Mapping[str, Dataset]) -> ReportTable:
     )
 
 
-#: The same of a hold-out, with the least efficiency.
+#: Headings of the figures of a hold-out, with the least efficiency.
 _SPREAD = {key: words for key, words in REGRET.items() if key != "far"} | {
     "efficiency_min": "least",
     "far": REGRET["far"],

@@ -1,4 +1,4 @@
-"""The sampler's one loop: compilers and GPUs are kept busy, and what they answer is stored."""
+"""The sampler's one loop: it keeps compilers and GPUs busy, and stores their results."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _TICK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Choosing):
-    """Settings of a run, beside what it measures; the seed is also of the order of timed rounds.
+    """Settings of a run. The seed also orders the timed rounds.
 
     Attributes:
-        anchors: measured by every GPU before all else, wherever anything is left to measure.
-        processes: compilations at a time; 0 where the kernels are in the cache already.
-        budget_s: no problem is begun after this many seconds, and those that were begun are
-            measured to their end; None for no limit.
+        anchors: tasks that every GPU measures first, if any other task is left.
+        processes: compilations at a time; 0 if the kernels are in the cache already.
+        budget_s: seconds after which no problem is begun; those under way are finished. None for no
+            limit.
         silence_s: a worker that reports nothing for longer is killed.
         compile, measure: import paths of the job functions of the worker processes.
     """
@@ -59,20 +59,20 @@ class Sampling(Choosing):
     measure: str = jobs.MEASURE
 
 
-#: A unit that so many workers died of has failed.
+#: Workers that may die of a unit before it counts as failed.
 MOST_KILLED = 2
-#: Anchors say which GPU is off when so many have measured them.
+#: GPUs that must measure the anchors to show which of them deviates.
 LEAST_ANCHORED = 3
-#: Part of the others' time by which anchors may differ. The geometric means of the 12 runs in
-#: ``datasets/anchors`` are within 1.1 % of their median.
+#: Largest deviation of a GPU's anchors from the others', as a share. The geometric means of the 12
+#: runs in ``datasets/anchors`` are within 1.1 % of their median.
 ANCHOR_NOISE = 0.03
-#: So long a GPU that has measured the anchors waits for others to measure theirs.
+#: Seconds that a GPU which has measured the anchors waits for others.
 ANCHORS_WAIT_S = 30.0
 
 
 @dataclass(slots=True)
 class Anchored:
-    """Anchors of one GPU: their times in ms, when it was done, and whether they were judged."""
+    """Anchors of one GPU: their times in ms, when they were done, and whether they were judged."""
 
     times: dict[Task, float] = field(default_factory=dict)
     since: float = 0.0
@@ -80,8 +80,8 @@ class Anchored:
 
 
 def anchors_off(times: Mapping[Task, float], all_times: Sequence[Mapping[Task, float]]) -> float:
-    """Return the geometric mean of `times` over the medians of all that are `known`, less 1;
-    infinity where an anchor failed that most others could time."""
+    """Return the geometric mean of `times` over the medians of `all_times`, less 1; infinity if an
+    anchor failed that most others could time."""
     timed = {task for own in all_times for task in own}
     every = {task: [own[task] for own in all_times if task in own] for task in timed}
     if any(2 * len(values) > len(all_times) for task, values in every.items() if task not in times):
@@ -100,11 +100,11 @@ class Tally:
         kernels, total_kernels: distinct kernels, compiled or refused.
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
-        gpus, lost: GPUs that may be sent units, and workers that ended with units.
-        set_aside: why a GPU is sent nothing more, by name.
+        gpus, lost: GPUs in use, and workers that ended with units.
+        set_aside: reasons why GPUs are not used any more, by name.
         current: the problem begun last.
-        measured_rows, measuring_s: rows of the tasks that went well, and the GPUs' seconds for
-            them; loading CUDA counts, waiting for the compiler does not.
+        measured_rows, measuring_s: rows of successful tasks, and the GPUs' seconds for them;
+            loading CUDA counts, waiting for the compiler does not.
         elapsed_s: seconds since the start.
     """
 
@@ -126,7 +126,7 @@ class Tally:
 
     @property
     def finished(self) -> bool:
-        """Whether all that was planned is done."""
+        """Whether every planned row is done."""
         return self.tasks == self.total_tasks
 
     def take(self, finished: Finished) -> None:
@@ -142,13 +142,13 @@ class Tally:
 
 
 class Engine(Protocol):
-    """Where a run's units are measured and its kernels are compiled.
+    """The GPUs and compilers of a run.
 
     Attributes:
         device: key of its GPUs' kind.
-        run_id: of the run; the GPUs' own ids begin with it.
-        gpus: those that may be sent units.
-        set_aside: why a GPU was refused before the run, by name.
+        run_id: id of the run; the GPUs' own ids begin with it.
+        gpus: GPUs that can be used.
+        set_aside: reasons why GPUs were refused before the run, by name.
     """
 
     device: str
@@ -164,15 +164,15 @@ class Engine(Protocol):
         """Return the processes that compile."""
 
     def wait(self, connections: list[Any], seconds: float) -> None:
-        """Wait until one of the connections has something to say, or for so many seconds."""
+        """Wait until one of the connections has something to read, or for so many seconds."""
 
 
 class Here:
     """The engine of this machine's GPUs: child processes, as `Engine` describes.
 
     Args:
-        runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
-        settings: of the run.
+        runs: CUDA device -> the columns that its rows share. All are GPUs of one kind.
+        settings: settings of the run.
 
     Raises:
         InvalidInput: the GPUs are not of one kind.
@@ -193,7 +193,7 @@ class Here:
         return [JobProcess(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
 
     def wait(self, connections: list[Any], seconds: float) -> None:
-        """Wait for a process to say something, or for so many seconds."""
+        """Wait until a process has something to read, or for so many seconds."""
         wait(connections, seconds)
 
 
@@ -207,19 +207,20 @@ def sample(
     interrupts: Callable[[], int] = lambda: 0,
     show: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Measure what `folder` lacks of `suite`.
+    """Measure the configs of `suite` that `folder` lacks.
 
     Args:
-        suite, settings: the problems, and which of their candidates are measured, and how.
-        folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
+        suite: the problems.
+        settings: which of their candidates are measured, and how.
+        folder: folder of Parquet shards; made if missing. Its rows are not measured again.
         engine: measures and compiles.
-        chosen: names the tasks in place of `plan`, given what `folder` holds.
+        chosen: returns the tasks in place of `plan`, for the measured configs of `folder`.
         interrupts: how often the user has asked to stop: once ends the run after the units in
             flight, twice at once.
         show: called about ten times a second.
 
     Returns:
-        The tally; all that it counts is on disk.
+        The tally; the rows that it counts are on disk.
 
     Raises:
         FolderBusy, StorageError, DataError: the folder cannot be used; see `open_store`.
@@ -266,7 +267,7 @@ class _Drive:
     """The units between compilers, GPUs and store.
 
     A GPU measures the anchors first, and begins the suite once they are compared with those of the
-    others. Units of a lost worker are sent out again before anything new.
+    others. Units of a lost worker are sent again before new ones.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class _Drive:
         self._compilers, self._store, self._tally = compilers, store, tally
         self._gpus = list(engine.gpus)
         self._anchors = anchors if anchors is not None and anchors.tasks else None
-        self._anchored: dict[str, Anchored] = {}  # by the run that measured them
+        self._anchored: dict[str, Anchored] = {}  # by the id of the run that measured them
         self._again: deque[Unit] = deque()
         self._killed: Counter[Unit] = Counter()
         tally.gpus = len(self._gpus)
@@ -294,7 +295,7 @@ class _Drive:
         return [connection for gpu in self._gpus for connection in gpu.connections()]
 
     def collect(self) -> None:
-        """Store what the GPUs have finished, and take back what they have lost.
+        """Store the GPUs' finished tasks, and take back the units that they lost.
 
         Raises:
             LaunchError: no GPU is left.
@@ -349,8 +350,8 @@ class _Drive:
         self._store.add(rows, anchors=task.anchor)
 
     def _take_back(self, gpu: Gpu, lost: Lost) -> None:
-        """Have the units of a lost worker measured again, but the one that it had begun only once:
-        a unit that has killed twice has failed."""
+        """Have the units of a lost worker measured again. The one that it had begun is measured
+        again only once: a unit that has killed two workers has failed."""
         for unit in reversed([unit for unit in lost.units if not unit.anchors]):
             self._killed[unit] += unit == lost.begun
             if self._killed[unit] < MOST_KILLED:
@@ -368,7 +369,7 @@ class _Drive:
             del self._anchored[gpu.run.run_id]
 
     def _set_aside(self, gpu: Gpu, error: LaunchError) -> None:
-        """Send the GPU nothing more, and its units elsewhere."""
+        """Use the GPU no more, and send its units to others."""
         self._gpus.remove(gpu)
         gpu.stop(kill=True)
         if not self._gpus:
@@ -380,10 +381,10 @@ class _Drive:
         self._tally.set_aside.append(str(error))
 
     def _judge(self) -> None:
-        """Compare the anchors of each GPU that has measured them with the median of all; one that
+        """Compare the anchors of each GPU that has measured them with the median of all; a GPU that
         differs by more than the noise is set aside.
 
-        Two GPUs that differ do not say which of them is off, so it takes three, and a GPU waits
+        Two GPUs that differ do not show which of them deviates, so it takes three, and a GPU waits
         for others that are about to measure theirs.
         """
         if self._anchors is None:
@@ -458,7 +459,7 @@ def project_version() -> str:
     """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"
-    # A package installed into some other project's checkout is not tracked there.
+    # A package installed in another project's checkout is not tracked there.
     tracked, commit = "ls-files --error-unmatch __init__.py", "rev-parse --short=10 HEAD"
     try:
         for words in (tracked, commit):

@@ -1,8 +1,8 @@
-"""The store: a folder of Parquet shards that one sampler at a time writes to, of this machine or of
-an object store.
+"""The store: a folder of Parquet shards, on this machine or in an object store, that one sampler at
+a time writes to.
 
 A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-only those.
+only the rows of these seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from confpred.sampler.tasks import RowKey
 log = logging.getLogger(__name__)
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
-#: An object store may fail for so long before a run ends; its rows are kept meanwhile.
+#: Seconds that an object store may fail before a run ends; the rows are kept meanwhile.
 PATIENCE_S = 300.0
 _RETRY_S = 2.0  # between the last tries of a run
 
@@ -61,7 +61,7 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
 
 def measured_in(folder: Folder, operation: Operation, device: str) -> dict[RowKey, set[str]]:
     """Return the configs that have a row of this device in a folder of shards, whatever its status;
-    of PyTorch's operator the modes of cuDNN.
+    for PyTorch's operator the modes of cuDNN.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -104,8 +104,8 @@ class Store:
         (self._anchors if anchors else self._rows).extend(rows)
 
     def flush(self, *, only_if_due: bool = False) -> None:
-        """Write what was added as one shard; `only_if_due`, once there are many rows, or the last
-        flush is a while ago.
+        """Write the added rows as one shard; with `only_if_due`, only if there are many, or the
+        last flush is some time ago.
 
         Rows that an object store refuses are kept, and the next flush tries again.
 
