@@ -1,4 +1,4 @@
-"""The HTTP service: its settings, each written once, with its default and its help."""
+"""The HTTP service: its settings, each with its default and its help."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MODULES = ("fastapi", "uvicorn", "httptools", "orjson", "prometheus_client", "ji
 
 
 def _setting(default: Any, help: str, allowed: Any = None) -> Any:
-    """Declare a setting; `allowed` is an integer's least and greatest, or the words of a choice."""
+    """Declare a setting; `allowed` is the range of an integer, or the words of a choice."""
     return field(default=default, metadata={"help": help, "allowed": allowed})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How one server runs. The command line makes an option of every field."""
+    """Settings of a server. The command line makes an option of every field."""
 
     host: str = _setting("127.0.0.1", "Address to listen on.")
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.", (0, 65_535))

@@ -1,7 +1,8 @@
 """Counts of requests, replies, workers and reloads, and the text of ``/metrics``.
 
-Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
-several processes are added up by their supervisor (`Totals`), which workers send by the channel."""
+Each process counts for itself: numbers by key, which is a metric's name and its labels. Workers
+send theirs to the supervisor, which adds them up (`Totals`).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from prometheus_client import metrics_core as core
 from confpred._version import __version__
 from confpred.model.folder import Model
 
-#: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
+#: A metric's name and its labels; for a histogram also the number of a bucket, or ``sum``.
 Key = tuple[str, ...]
 Counts = defaultdict[Key, float]
-#: Counts as JSON has them: a key and its number in each.
+#: Counts in JSON: each entry is a key and its number.
 Rows = list[list[Any]]
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -30,8 +31,8 @@ _PROBLEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 class Metric(NamedTuple):
-    """One metric: a sentence for a person, and the names of its labels. A gauge is not counted on
-    when its process has ended; the buckets of a histogram have the most that is in each."""
+    """One metric: its help text, and the names of its labels. A gauge is dropped when its process
+    ends; `buckets` are the upper bounds of a histogram's buckets."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class Metrics:
     """The counts of one process."""
 
     def __init__(self, lost: Callable[[], int] = lambda: 0) -> None:
-        """Count; `lost` says how many lines of the log are lost."""
+        """Count from zero; `lost` returns how many lines of the log are lost."""
         self._lost = lost
         self.counts: Counts = defaultdict(float)
         for reason in ("queue", "deadline", "gone"):  # a rate needs a zero first
@@ -81,12 +82,12 @@ class Metrics:
         self.add(value, *key, "sum")
 
     def served(self, route: str, status: int, seconds: float) -> None:
-        """Count a request by route and status; `seconds` go from its head to its reply's end."""
+        """Count a request by route and status; `seconds` last from its head to its reply's end."""
         self.add(1, "confpred_requests", route, str(status))
         self.observe(seconds, "confpred_request_seconds", route)
 
     def answered(self, origin: str, sources: Mapping[str, int]) -> None:
-        """Count a reply: where it was found, and how many problems each source answered."""
+        """Count a reply by its origin, and the problems by the source of their answers."""
         self.add(1, "confpred_replies", origin)
         for source, count in sources.items():
             self.add(count, "confpred_problems", source)
@@ -106,7 +107,7 @@ def read(rows: Rows) -> dict[Key, float]:
 
 
 class Totals:
-    """The counts of all processes of a server. Those of processes that have ended stay."""
+    """The counts of all processes of a server, also of those that have ended."""
 
     def __init__(self) -> None:
         self._of: dict[int, Mapping[Key, float]] = {}
@@ -116,7 +117,7 @@ class Totals:
         self._of[process] = {}
 
     def note(self, process: int, rows: Rows) -> None:
-        """Take what `process` sent last; nothing if it has ended."""
+        """Store the last report of `process`; ignore one of a process that has ended."""
         if process in self._of:
             self._of[process] = read(rows)
 
@@ -134,7 +135,7 @@ class Totals:
 
 
 def families(counts: Rows) -> Iterator[core.Metric]:
-    """Yield `counts` as Prometheus's client writes them."""
+    """Yield `counts` as metrics of Prometheus's client."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for name, *key, value in counts:
         by_name[name][tuple(key)] = value
@@ -164,9 +165,9 @@ def _histogram(name: str, family: Metric, values: Mapping[Key, float]) -> core.M
 def exposition(counts: Rows, processes: Mapping[str, int], models: Mapping[str, Model]) -> bytes:
     """Return the text of ``/metrics``: `counts`, the state of `processes` (ids by name) and
     `models` by device. It takes some milliseconds."""
-    build = core.InfoMetric("confpred_build", "The versions that run; always 1.")
+    build = core.InfoMetricFamily("confpred_build", "The versions that run; always 1.")
     build.add_metric((), {"version": __version__, "python": platform.python_version()})
-    answering = core.InfoMetric("confpred_model", "The models that answer; always 1.")
+    answering = core.InfoMetricFamily("confpred_model", "The models that answer; always 1.")
     for device, model in models.items():
         labels = {"device": device, "version": model.version, "digest": model.digest}
         answering.add_metric((), labels)

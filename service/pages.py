@@ -1,6 +1,7 @@
-"""Pages for people, ``/`` and ``/docs``: HTML with drawings, which loads nothing and runs nothing.
+"""Pages for people, ``/`` and ``/docs``: HTML with drawings, without scripts or further files.
 
-A layer is asked for by a form that sends GET, so that an answer has an address."""
+The form asks for a layer by GET, so that an answer has an address.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ from .predict import AnswerCache, Predict, Question, encode
 from .scheduler import Steps
 from .schema import EXAMPLE, ModelsReply, ServedModel
 
-#: Where the pages are, and the description that one of them links to.
+#: Paths of the pages, and of the description that one of them links to.
 PATHS = ("/", "/docs", "/openapi.json")
-_TOP = 5  # choices that the form asks for at first
+_TOP = 5  # default number of choices in the form
 _LATEST = 20  # jobs, uploads, and reports of drift that are shown
-_LARGEST = 4 * 2**20  # bytes of such a report
+_LARGEST = 4 * 2**20  # most bytes of a report of drift
 _EXPLAINED = 50_000  # bytes of an explanation, about
-_WANTED = 0.95  # the share of answers that is to be within its bound
-#: Kinds of answers in a model's card, as the page calls them.
+_WANTED = 0.95  # share of answers that should be within their bound
+#: Kinds of answers in a model's card, and their names in the page.
 _ANSWERS = {
     "the predicted fastest": "answers",
     "always ours": "confpred kernels alone",
@@ -118,7 +119,7 @@ def _style() -> str:
 
 @cache
 def policy() -> str:
-    """Return the Content-Security-Policy: one stylesheet, and an icon inside of the page."""
+    """Return the Content-Security-Policy: one stylesheet, and an icon inside the page."""
     digest = b64encode(hashlib.sha256(_style().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; form-action 'self'; "
@@ -143,8 +144,8 @@ def _render(template: str, **values: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of the form: its name, its name for people, its text, and what it may hold: one of
-    `options`, which have names for people; or, without any, a text that `hint` describes."""
+    """A field of the form: its name, its label, its text, and its allowed values: one of `options`,
+    by labels; or, without any, a text that `hint` describes."""
 
     name: str
     label: str
@@ -152,12 +153,12 @@ class Field:
     hint: str = ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: bool = False
-    is_flag: bool = False  # a box to tick, whose text is then ``true``
+    is_flag: bool = False  # a check box, whose text is ``true`` when it is ticked
 
 
 class Bar(NamedTuple):
-    """A line of a drawing: its words, and how long it is and how far its whisker reaches, as shares
-    of the width."""
+    """A line of a drawing: its words, and the lengths of its bar and its whisker, as shares of the
+    width."""
 
     label: str
     words: str
@@ -179,7 +180,7 @@ class Chart(NamedTuple):
 def _home(
     predictor: Predictor, memory: AnswerCache, query: Mapping[str, str], shown: Mapping[str, Any]
 ) -> Steps[tuple[str, int]]:
-    """Work out the page and its status; `shown` is all but the answer."""
+    """Compute the page and its status; `shown` are the parts beside the answer."""
     yield 1
     error = answer = None
     if query:
@@ -213,8 +214,7 @@ def _home(
 
 
 def read_query(query: Mapping[str, str]) -> tuple[Record, Device, int]:
-    """Return what the form asks: a layer, the device, and how many choices. A field that is empty
-    has its default.
+    """Return the form's layer, device and number of choices. An empty field has its default.
 
     Raises:
         InvalidInput: a field holds a value that is not allowed.
@@ -228,7 +228,7 @@ def read_query(query: Mapping[str, str]) -> tuple[Record, Device, int]:
 
 
 def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Field]:
-    """Yield fields of a problem: with their texts in `query`, or else the example's."""
+    """Yield fields of a problem, with their texts in `query` or, without a query, the example's."""
     example, default = EXAMPLE.to_texts(), Problem(1, 1, 1, 1, 1, 1, 1).to_texts()
     needed, needed_2d = (
         {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
@@ -285,7 +285,7 @@ def times_chart(answer: explain.LayerExplanation) -> Chart:
 
 
 def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
-    """Return the table of all models, and drawings of those that answer."""
+    """Return the table of all models, and drawings of those in use."""
     heads = ("rows", "problems", "networks", "geomean", "p95", "worst", "within bound")
     more = ("answers", "device", "operation", "created", "digest")
     rows: list[Sequence[str]] = [("model", *heads, *more)]
@@ -307,7 +307,7 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 
 @cache
 def _other_models() -> explain.Table:
-    """Return the shipped models of other operations, which are no part of a generation."""
+    """Return the shipped models of other operations, which no generation has."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
     for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
         card = read_card(path.parent)[1]
@@ -358,7 +358,7 @@ def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
 
 
 def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
-    """Return the jobs and the latest uploads; None of both where nothing is sent to."""
+    """Return the jobs and the latest uploads; None for both without an exchange."""
     if exchange is None:
         return {"jobs": None, "uploads": None}
     jobs: list[Sequence[str]] = [("job", "kind", "device", "state", "started", "ended", "reason")]
@@ -376,8 +376,8 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
 
 
 def read_drift(folder: str | None) -> explain.Table:
-    """Return the latest reports of ``confpred drift --json`` in a folder; a file that is none is a
-    row that says so."""
+    """Return the latest reports of ``confpred drift --json`` in a folder; a file that cannot be
+    read is a row with the error."""
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
     paths = [] if folder is None else [*Path(folder).glob("*.json")]
     dated = sorted(((_modified(path), path) for path in paths), reverse=True)
@@ -403,6 +403,6 @@ def _modified(path: Path) -> float:
 
 
 def _linked(value: Any) -> Markup:
-    """Return JSON whose references to schemas are links."""
+    """Return JSON as HTML, with links for references to schemas."""
     text = str(escape(json.dumps(value, indent=2)))
     return Markup(re.sub(r"(#/components/schemas/(\w+))", r'<a href="#\2">\1</a>', text))
