@@ -361,7 +361,7 @@ class _Arriving:
         self._file.write(piece)
 
     def end(self, piece: bytes, wanted: str) -> Submission:
-        """Write the last piece, and keep the file if it has the SHA-256 `wanted`."""
+        """Write the last bytes, and keep the file if it has the SHA-256 `wanted`."""
         self.write(piece)
         digest = self._hash.hexdigest()
         if digest != wanted:

@@ -38,7 +38,7 @@ _log = logging.getLogger(ACCESS)
 _bugs = logging.getLogger(__name__)
 #: Most bytes of lines that wait for each of the two streams: those of a second of full load.
 _MOST_QUEUED = 4 * 2**20
-#: Bytes that a pipe takes in one piece, so that lines of several processes are not mixed.
+#: Bytes that a pipe takes at once, so that lines of several processes are not mixed.
 _PIECE = select.PIPE_BUF
 #: Seconds between writes: waking the thread for each line would take longer than writing it.
 _PAUSE_S = 0.01

@@ -105,7 +105,7 @@ class Latest(Generic[_K, _V]):
             return entry[0]
 
     def put(self, key: _K, value: _V, size: int) -> None:
-        """Remember `value`, whose texts and those of its key have `size` bytes."""
+        """Store `value`, whose texts and those of its key have `size` bytes."""
         size += _ENTRY_BYTES
         if size > self._limit * _LARGEST_SHARE:
             return

@@ -431,7 +431,7 @@ class Supervisor:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors or memory, until others free theirs
+            except OSError as error:  # no descriptors or memory, until others are freed
                 _log.error("cannot accept connections: %s", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())

@@ -46,12 +46,13 @@ def macros(**values: int | str) -> tuple[tuple[str, int | str], ...]:
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Those `fields` of a config that its kernel is compiled for, named in capitals."""
+    """Return the macros of some `fields` of a config, named in capitals."""
     return tuple((name.upper(), int(config[name])) for name in fields)
 
 
 def epilogue_macros(problem: Problem | ConvNd) -> tuple[tuple[str, int | str], ...]:
-    """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
+    """Return the macros of the operations on an image's sums before they are stored
+    (``common.cuh``)."""
     flags = macros(HAS_BIAS=int(problem.bias), HAS_RESIDUAL=int(problem.residual))
     return (activation_macro(problem.activation), *flags)
 
@@ -113,7 +114,7 @@ def sum_step(
 
 
 def image_sizes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width of the image that a kernel reads, and of the one that it writes."""
+    """Return height and width of the image that a kernel reads, and of the one that it writes."""
     image, output = (problem.h, problem.w), (problem.p, problem.q)
     return (image, output) if problem.direction == "fprop" else (output, image)
 
@@ -125,9 +126,9 @@ def image_scalars(problem: Problem) -> dict[str, int]:
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
-    """How many pieces `size` takes; of integers, of which `piece` is positive. Floats divide arrays
-    in half of the time, and without an error: below 2^53 no quotient is rounded to a whole number
-    that it is not."""
+    """Return how many pieces `size` takes; for integers, of which `piece` is positive. Floats
+    divide arrays in half of the time, and without an error: below 2^53 no quotient is rounded to a
+    whole number that it is not."""
     if isinstance(size, np.ndarray) or isinstance(piece, np.ndarray):
         return np.ceil(size / piece).astype(np.int64)
     return -(-size // piece)
@@ -301,36 +302,37 @@ LAST_BLOCK_BYTES_PER_S = 50e9
 
 
 def memory_s(moved: int, device: Device, in_flight: Any) -> Floats:
-    """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
-    way; too few of them bound the rate."""
+    """Return the time of device memory for `moved` bytes while each multiprocessor has `in_flight`
+    bytes under way; too few of them bound the rate."""
     rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
     return moved / rate
 
 
 def l2_s(loaded: Any, device: Device) -> Floats:
-    """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
+    """Return the time of L2 for `loaded` bytes; a halo that blocks share counts for each of
+    them."""
     return loaded / (L2_RATE * device.dram_bytes_per_s)
 
 
 def products_s(products: Any, device: Device) -> Floats:
-    """Time of the tensor cores for so many `products` of them."""
+    """Return the time of the tensor cores for so many `products`."""
     return products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
 
 
 def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> Floats:
-    """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
-    two operations."""
+    """Return the time to issue so many `instructions` of threads; `device.simt_flops` counts a
+    multiply-add as two operations."""
     return instructions / (issued * device.simt_flops / 2)
 
 
 def waves_s(waves: Floats, wave_s: float, steps: Any, step_s: float) -> Floats:
-    """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
-    blocks."""
+    """Return the time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of
+    its blocks."""
     return np.ceil(waves) * (wave_s + steps * step_s)
 
 
 def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> Floats:
-    """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
-    that the first one has written; atomic additions happen in L2."""
+    """Return the time to add up the sums of a depthwise filter gradient's blocks: a second kernel
+    reads all that the first one has written; atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
     return np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)

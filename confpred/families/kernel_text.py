@@ -39,7 +39,7 @@ def file_text(name: str) -> str:
 
 @cache
 def source_digest(file: str) -> str:
-    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits.
+    """Return the identity of a CUDA source with its includes, whatever the config: 16 hex digits.
 
     The digest is of what the compiler sees: comments, blanks and line breaks do not count, except
     the line breaks that end a preprocessor directive. So mending a comment leaves measurements and

@@ -102,8 +102,8 @@ def check_features(
 
 
 def _digest(whose: Family | Operation, device: Device, examples: Sequence[Any]) -> str:
-    """16 hex digits of the SHA-256 of the features to five digits, because the last bits of a
-    logarithm depend on the processor."""
+    """Return 16 hex digits of the SHA-256 of the features, rounded to five digits because the last
+    bits of a logarithm depend on the processor."""
     state = hashlib.sha256()
     for matrix in _matrices(whose, device, examples):
         state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())
@@ -230,7 +230,7 @@ DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
 
 
 def configs_digest(family: Family) -> str:
-    """Identity of a family's config table: 16 hex digits of SHA-256."""
+    """Return the identity of a family's config table: 16 hex digits of SHA-256."""
     table = family.configs
     names = ",".join(table.dtype.names or ())
     return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]

@@ -15,7 +15,7 @@ _LESS_EXACT = (
 
 
 def allows_tf32() -> bool:
-    """Whether PyTorch's products may round float32 inputs to TF32."""
+    """Return whether PyTorch's products may round float32 inputs to TF32."""
     matmul = _matmul()
     precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
     allowed: bool = matmul.allow_tf32 if precision is None else precision == "tf32"
@@ -23,7 +23,7 @@ def allows_tf32() -> bool:
 
 
 def convolutions_allow_tf32() -> bool:
-    """Whether PyTorch's convolutions may round float32 inputs to TF32."""
+    """Return whether PyTorch's convolutions may round float32 inputs to TF32."""
     import torch
 
     # Since PyTorch 2.9 there is a switch for each kind of operator, and where they differ the

@@ -66,7 +66,7 @@ class Offer:
     doubt: float  # excess of the present answer's time over the best, at most; such as 0.2
 
     def measuring_s(self, costs: Costs) -> float:
-        """Seconds on the GPU."""
+        """Return the seconds on the GPU."""
         rows = sum(len(task.config_ids) for task in self.tasks)
         return rows * costs.row_s + len(self.tasks) * costs.task_s
 

@@ -223,7 +223,7 @@ class RayGpu:
         self._ask()
 
     def has_room(self) -> bool:
-        """Whether the actor has started and takes a further unit."""
+        """Return whether the actor has started and takes a further unit."""
         return self.site is not None and len(self._sent) < WINDOW
 
     def send(self, unit: Unit, refusals: Refusals) -> None:

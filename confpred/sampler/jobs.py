@@ -314,7 +314,7 @@ class GpuWorker:
         return f"CUDA device {self._ordinal}"
 
     def has_room(self) -> bool:
-        """Whether it is free."""
+        """Return whether it is free."""
         return not self.units
 
     def connections(self) -> list[Connection]:

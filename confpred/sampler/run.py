@@ -287,7 +287,7 @@ class _Drive:
         tally.gpus = len(self._gpus)
 
     def busy(self) -> bool:
-        """Whether a GPU has units."""
+        """Return whether a GPU has units."""
         return any(gpu.units for gpu in self._gpus)
 
     def connections(self) -> list[Any]:
@@ -385,7 +385,7 @@ class _Drive:
         differs by more than the noise is set aside.
 
         Two GPUs that differ do not show which of them deviates, so it takes three, and a GPU waits
-        for others that are about to measure theirs.
+        for others that are about to measure the anchors.
         """
         if self._anchors is None:
             return

@@ -366,16 +366,16 @@ def print_verdict(verdict: HoldoutVerdict, console: Console) -> None:
         soft_wrap=True,
     )
     of_families = {f"{name}, among its own": s for name, s in v.families.items()}
-    of_origins = {f"ours, {name}": s for name, s in v.origins.items()}
-    spreads = {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}
+    of_origins = {f"confpred, {name}": s for name, s in v.origins.items()}
+    spreads = {"confpred": v.ours, **of_origins, "whole": v.whole, **of_families}
     heads = ("problems", "geomean", "p95", "worst", "efficiency", "p10", "min", "> 10 % off")
     rows = {name: [*astuple(s)[:-1], f"{s.far:.1%}"] for name, s in spreads.items()}
     title = "time of the answer / time of the fastest"
     console.print(figures_table(title, ("answer", *heads), rows))
     lines = [
-        f"best of the first 3 / 8: ours {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
+        f"best of the first 3 / 8: confpred {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
         f"{v.whole_first['3']:.3f} / {v.whole_first['8']:.3f}; weighted by time {v.weighted:.3f}",
-        f"left to PyTorch's operator: {v.pytorch}; ours is more than 5 % faster on "
+        f"left to PyTorch's operator: {v.pytorch}; confpred is more than 5 % faster on "
         f"{v.wrongly_pytorch} of them",
         *(
             f"over PyTorch's operator ({mode}): {speed:.3f}x; slower by more than 5 %: "
@@ -388,7 +388,7 @@ def print_verdict(verdict: HoldoutVerdict, console: Console) -> None:
             for name, b in v.bounds.items()
         ),
         *(
-            f"with {k} random configs a family as the oracle, ours would be called {mean:.3f}, p95 "
+            f"with {k} random configs a family as the oracle, confpred would seem {mean:.3f}, p95 "
             f"{p95:.3f}"
             for k, (mean, p95) in v.thinned.items()
         ),

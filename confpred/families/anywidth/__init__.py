@@ -31,7 +31,7 @@ _SHARED = 0.8
 
 
 def handles(problem: Problem) -> bool:
-    """Whether `problem` is a grouped layer that the kernels compute."""
+    """Return whether `problem` is a grouped layer that the kernels compute."""
     return (
         problem.dtype in grouped.DTYPES
         and problem.groups > 1
@@ -70,8 +70,8 @@ def is_first(pieces: int, most: Array, options: tuple[int, ...]) -> Mask:
 
 
 def shared_s(read: Any, device: Device) -> Floats:
-    """Time to read so many bytes of shared memory: a multiprocessor reads 128 a clock, as many as
-    it has lanes for multiply-adds."""
+    """Return the time to read so many bytes of shared memory: a multiprocessor reads 128 a clock,
+    as many as it has lanes for multiply-adds."""
     return read / (_SHARED * device.simt_flops / 2)
 
 

@@ -2,7 +2,7 @@
 
 They serve dense layers whose ``in`` (the layer's input, and in dgrad the gradient of its output)
 has at most ``MOST_CHANNELS`` channels: the filter of a block's channels has to stay in shared
-memory. Channels are multiples of 8, the window is at most 7x7, the stride 1 or 2 along each axis,
+memory. Channels are multiples of 8, the filter is at most 7x7, the stride 1 or 2 along each axis,
 without dilation, float16 or bfloat16.
 """
 
@@ -119,12 +119,12 @@ def _describe_axes(problem: Problem) -> tuple[_DenseAxis, _DenseAxis]:
 
 
 def _in_channels(problem: Problem) -> int:
-    """Channels of what the kernel reads, and sums over."""
+    """Return the channels that the kernel reads, and sums over."""
     return problem.c if problem.direction == "fprop" else problem.k
 
 
 def _out_channels(problem: Problem) -> int:
-    """Channels of what the kernel writes."""
+    """Return the channels that the kernel writes."""
     return problem.k if problem.direction == "fprop" else problem.c
 
 

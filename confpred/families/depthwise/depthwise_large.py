@@ -52,7 +52,8 @@ def most_registers(t: Columns) -> Array:
 
 
 def plane_bytes(t: Columns, channel: Any) -> Array:
-    """Bytes of the planes of a block, of `channel` bytes each; both kernels assert it."""
+    """Return the bytes of the planes of a block, of `channel` bytes each; both kernels assert
+    it."""
     return t["block_c"] * channel + 128
 
 

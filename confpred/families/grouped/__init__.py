@@ -22,7 +22,7 @@ MAX_STEP = 2  # the largest stride and dilation
 
 
 def handles(problem: Problem) -> bool:
-    """Whether `problem` is a grouped layer that the kernels compute."""
+    """Return whether `problem` is a grouped layer that the kernels compute."""
     return (
         problem.dtype in DTYPES
         and problem.group_width in GROUP_WIDTHS
@@ -39,9 +39,9 @@ def is_odd(block: Array) -> Mask:
 
 
 def fits_odd_channels(block: Array, channels: Any) -> Mask:
-    """Which blocks of channels that are no power of two to offer for a layer. They must divide its
-    channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
-    piece of a pixel is not a whole number of 32-byte sectors."""
+    """Return which blocks of channels that are no power of two to offer for a layer. They must
+    divide its channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers
+    only, as their part of a pixel is not a whole number of 32-byte sectors."""
     return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
@@ -109,7 +109,7 @@ def describe_axis(problem: Problem, axis: int) -> GroupedAxis:
             positions=-(-outputs // steps.dilation),
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
-    # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    # taps reversed: w = stride * q + dilation * (taps - 1 - tap) - padding.
     unit = {"taps": taps, "down": 1, "up": 1, "out_origin": 0}
     if stride == 1:
         return GroupedAxis(
@@ -150,7 +150,7 @@ def describe_axis(problem: Problem, axis: int) -> GroupedAxis:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A window's steps along one axis, after the common factor of stride and dilation is divided
+    """A filter's steps along one axis, after the common factor of stride and dilation is divided
     out.
 
     Attributes:
@@ -164,7 +164,7 @@ class Steps:
 
 
 def steps_of(window: int, stride: int, dilation: int) -> Steps:
-    """Return the steps of a window of so many taps along one axis."""
+    """Return the steps of a filter of so many taps along one axis."""
     if window == 1:
         dilation = stride  # with one tap any will do: take the one that leaves no stride
     step = gcd(stride, dilation)
@@ -173,7 +173,8 @@ def steps_of(window: int, stride: int, dilation: int) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Parameters of a kernel apart from its config: window, group width, steps, bias gradient."""
+    """Parameters of a kernel apart from its config: filter size, group width, steps, bias
+    gradient."""
 
     group_width: int
     r: int
@@ -190,7 +191,7 @@ def window_of(problem: Problem) -> Window:
 
 
 def flush_steps(problem: Problem) -> int:
-    """How many steps without a gradient row follow an image's last one.
+    """Return how many steps without a gradient row follow an image's last one.
 
     They must be enough for the input rows that the last gradient row still meets, and enough to
     clear it from the buffer for the next image. Steps in which the

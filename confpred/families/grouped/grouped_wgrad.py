@@ -122,7 +122,7 @@ class GroupedWgrad(Shaped):
             & _few_idle_columns(problem.q, w.q_tiles * t["block_q"])
             & (~grouped.is_odd(t["block_k"]) | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
-            # launch again; slices lower than two windows read more halo than rows.
+            # launch again; slices lower than two filters read more halo than rows.
             & (
                 (t["splits"] == 1)
                 | (
@@ -228,7 +228,7 @@ class GroupedWgrad(Shaped):
             "q_waste": w.q_tiles * t["block_q"] / problem.q,
             "n_waste": ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": w.k_tiles * t["block_k"] / problem.c,
-            # The rest for the last block of each dimension, as a fraction of a whole block.
+            # The remainder for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
@@ -249,7 +249,7 @@ class GroupedWgrad(Shaped):
 
 
 def _image_size(problem: Problem) -> tuple[int, int]:
-    """Height and width of the input or of the output, whichever is larger."""
+    """Return height and width of the input or of the output, whichever is larger."""
     return max(problem.h, problem.p), max(problem.w, problem.q)
 
 
@@ -272,14 +272,14 @@ def _suited(t: Columns, problem: Any) -> Mask:
 
 
 def _few_idle_columns(q: Any, padded: Array) -> Mask:
-    """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
-    smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
+    """Return which tiles, with `padded` columns together, leave few of them idle, or no more than
+    the smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
     least = np.minimum(ceil_div(q, 28) * 28, ceil_div(q, 32) * 32)
     return (padded < 1.2 * q + 8) | (padded == least)
 
 
 def _elements(problem: Any) -> Any:
-    """How many float32 sums the blocks leave together, with one block for each tile of the
+    """Return how many float32 sums the blocks leave together, with one block for each tile of the
     filter."""
     return problem.filter_elements + problem.k * problem.bias
 
@@ -321,7 +321,7 @@ def _shape(table: Table, window: Window) -> Workings:
     w.fits = (
         (narrow | (width % t["warp_k"] == 0))
         & (~grouped.is_odd(t["block_k"]) | (t["block_k"] % width == 0))
-        # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
+        # Blocks of 8 channels, which read a whole group of input, are for filters whose sums are
         # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
         & (w.threads >= 64)

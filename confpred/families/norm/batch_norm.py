@@ -244,7 +244,7 @@ class Passes(Described):
 
 
 def step_bytes(problem: Any, t: Any) -> Any:
-    """Bytes of the accesses of a block's step."""
+    """Return the bytes of the accesses of a block's step."""
     tensors = 1 + problem.is_backward
     return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
 

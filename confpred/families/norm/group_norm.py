@@ -131,7 +131,7 @@ class GroupNorm(batch_norm.OnePass):
         return super()._grid(t)
 
     def launch(self, problem: Norm, row: int) -> Launch:
-        """Blocks of a tile, and samples, share sums in the workspaces."""
+        """Return the launch. Blocks of a tile, and samples, share sums in the workspaces."""
         p, t = problem, self._one(problem, row)
         inputs = ("in", "weight", "bias", "residual", "mean", "invstd")
         operands: tuple[str, ...] = ("out", *inputs, "eps", ZEROED, SCRATCH)

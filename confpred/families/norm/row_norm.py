@@ -196,12 +196,12 @@ class RowNorm(Described):
 
 
 def _sums(p: Norm) -> int:
-    """How many vectors of gradients the rows are added up for."""
+    """Return how many vectors of gradients the rows are added up for."""
     return AFFINE.index(p.affine) * p.is_backward
 
 
 def _reads(p: Norm) -> int:
-    """How many tensors are read."""
+    """Return how many tensors are read."""
     return 1 + p.is_backward + p.residual
 
 

@@ -184,7 +184,7 @@ class Volume(Described):
         ).astype(np.int64)
         t["max_registers"] = volume.bound(t["registers"])
         # Instructions that a thread issues in one step: products, conversions, loads and their
-        # addresses, loads of the filter, stores, and the rest.
+        # addresses, loads of the filter, stores, and others.
         t["thread_step"] = (
             t["products"]
             + step_rows * (loaded + 5 * t["in_x"])
