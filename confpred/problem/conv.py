@@ -443,8 +443,8 @@ class ConvNds:
                 grad, t["filter"], t.get("bias"), stride, padding, more, p.groups, dilation
             )
             return self._finished(p, out, t)
-        # Of the operand whose gradient is computed, the operator reads the sizes alone; but it
-        # would copy one of another memory layout.
+        # The operator reads only the sizes of the operand whose gradient it computes; but it would
+        # copy one of another memory layout.
         x, weight = (
             t[name] if name in t else self._channels_second(p, grad.new_empty(shapes[name]))
             for name in ("in", "filter")

@@ -393,7 +393,7 @@ class Convolutions:
             if p.residual:
                 out = out + t["residual"]
             return activated(p.activation, out)
-        # Of the operand whose gradient is computed, the operator reads the sizes alone.
+        # The operator reads only the sizes of the operand whose gradient it computes.
         shapes = {"in": (p.n, p.h, p.w, p.c), "filter": (p.k, p.r, p.s, p.group_width)}
         x, weight = (
             t[name] if name in t else t["out_grad"].new_empty(*shape).permute(0, 3, 1, 2)
