@@ -39,8 +39,8 @@ from confpred.training.dataset import Dataset, Timings, capped, measured_on
 #: Most rows of a file, most bytes when it is unpacked, and most bytes of a text; committed
 #: measurements have 563.
 MOST_ROWS, MOST_BYTES, MOST_TEXT = 400_000, 2**28, 2_000
-#: Most share of rows with configs that are not legal in this version, which are left out; at most
-#: 0.002 in a GPU's measurements.
+#: Largest share of rows with configs that are not legal in this version, which are left out; at
+#: most 0.002 in a GPU's measurements.
 MOST_ILLEGAL = 0.01
 #: Least time, as a share of the time of device memory for the problem, and of its arithmetic on
 #: tensor cores, which some algorithms' transforms cut to less than half.

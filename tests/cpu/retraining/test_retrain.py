@@ -26,7 +26,7 @@ from confpred.retraining import offers
 from confpred.retraining.offers import to_judge_by, to_learn_from
 from confpred.retraining.retrain import (
     Pair,
-    Report,
+    RetrainingReport,
     Request,
     check_suite,
     compare,
@@ -139,11 +139,11 @@ def test_a_model_that_is_no_better_is_not_published_and_the_old_one_stays(
 
 def test_the_verdict_is_told_with_its_reason(tmp_path: Path) -> None:
     none, better = compare([]), replace(compare([]), better=True, why="it is faster")
-    assert verdict_lines(Report(none, None, None)) == [
+    assert verdict_lines(RetrainingReport(none, None, None)) == [
         f"not published: against PyTorch's operator, {none.why}",
         "PyTorch's operator stays in use",
     ]
-    assert verdict_lines(Report(better, tmp_path, "h100-1")) == [
+    assert verdict_lines(RetrainingReport(better, tmp_path, "h100-1")) == [
         "published: against model h100-1, it is faster",
         f"in use from now on: {tmp_path}",
     ]
