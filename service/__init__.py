@@ -33,7 +33,7 @@ class Settings:
     tokens: str | None = _setting(None, "File of access tokens, which `confpred token` makes.")
     allow_anonymous: bool = _setting(False, "Allow --host beyond loopback without --tokens.")
     trusted_proxies: str = _setting(
-        "127.0.0.1,::1", "Proxies whose X-Forwarded-For counts; *: all."
+        "127.0.0.1,::1", "Proxies with trusted X-Forwarded-For; *: all."
     )
     drift: str | None = _setting(None, "Folder of reports of `confpred drift --json` to show.")
     exchange: str | None = _setting(None, "Folder of measurements that are sent here.")
