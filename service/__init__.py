@@ -32,7 +32,7 @@ class Settings:
     log_format: str = _setting("text", "Form of log lines.", ("text", "json"))
     tokens: str | None = _setting(None, "File of access tokens, which `confpred token` makes.")
     allow_anonymous: bool = _setting(False, "Allow --host beyond loopback without --tokens.")
-    trusted_proxies: str = _setting("127.0.0.1,::1", "Proxies that are trusted; * is all.")
+    trusted_proxies: str = _setting("127.0.0.1,::1", "Whose X-Forwarded-For is trusted; * is all.")
     drift: str | None = _setting(None, "Folder of reports of `confpred drift --json` to show.")
     exchange: str | None = _setting(None, "Folder of measurements that are sent here.")
     max_upload_mib: int = _setting(16, "Largest upload of measurements, MiB.", (1, 1024))
