@@ -38,7 +38,7 @@ def _config_table() -> NDArray[np.void]:
         reductions,
     )
     vec, _, row_groups, prefetch = rows.T[:4]
-    # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no window
+    # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no filter
     # has both.
     kept = (np.minimum(row_groups, prefetch) == 1) | (50 // prefetch * vec > 16 * row_groups)
     return config_table(_FIELDS, rows[kept])
@@ -96,7 +96,7 @@ class DepthwiseWgrad(Tabled):
         return (
             (w.in_x <= depthwise.MAX_COLUMNS)
             & (w.sums <= MAX_SUMS)
-            # Each group of filter rows reads the whole input again, which pays for large windows
+            # Each group of filter rows reads the whole input again, which pays for large filters
             # only.
             & (
                 (t["row_groups"] == 1)
@@ -138,7 +138,7 @@ class DepthwiseWgrad(Tabled):
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
-        dilation_h, dilation_w = problem.each(depthwise.dilation)
+        dilation_h, dilation_w = problem.map(depthwise.dilation)
         w.block_r = ceil_div(problem.r, t["row_groups"])
         w.row_groups = ceil_div(problem.r, w.block_r)  # without empty ones
         w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the window
@@ -163,7 +163,7 @@ class DepthwiseWgrad(Tabled):
             + 32
         ).astype(np.int64)
         # Instructions that a thread issues in one step: products, conversions, the window's slide,
-        # addresses, and the rest.
+        # addresses, and others.
         w.thread_step = (
             w.sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * w.in_x + tile_q) + 30
         )

@@ -161,7 +161,7 @@ class VolumeWgrad(Described):
         ).astype(np.int64)
         t["max_registers"] = volume.bound(t["registers"])
         # Instructions that a thread issues in one step: products, conversions, the window's slide,
-        # loads and their addresses, and the rest.
+        # loads and their addresses, and others.
         t["thread_step"] = (
             t["sums"] * tile_p * tile_q
             + step_rows * (loaded + 5 * t["in_x"])
