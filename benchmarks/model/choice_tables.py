@@ -90,24 +90,6 @@ def _answers(result: dict[str, Any]) -> Rows:
     return {name: (cell,) for name, cell in rows.items()}
 
 
-def thinning(results: Results) -> str:
-    """Tabulate the regret that an oracle of few configs would show."""
-    return side_by_side(
-        "configs measured",
-        ("geomean", "p95"),
-        {device: _thinning(result) for device, result in results.items()},
-    )
-
-
-def _thinning(result: dict[str, Any]) -> Rows:
-    found = result.get("holdout")
-    if found is None:
-        return {}
-    rows = {f"{k} random ones a family": pair for k, pair in found["thinned"].items()}
-    rows["all"] = [found["ours"][key] for key in ("geomean", "p95")]
-    return {name: [f"{value:.3f}" for value in pair] for name, pair in rows.items()}
-
-
 def methods(results: Results) -> str:
     """Tabulate the cross-validated regret of the model and of each baseline."""
     keys = ("geomean", "p95", "worst")
@@ -232,7 +214,6 @@ def _figures(found: Mapping[str, float], keys: Sequence[str]) -> str:
 OF_CHOICES: dict[str, Callable[[Results], str]] = {
     "holdout": holdout,
     "holdout-answers": answers,
-    "thinning": thinning,
     "evaluation": methods,
     "families": families,
     "whole": whole,
