@@ -219,7 +219,7 @@ _RUNS = (
 #: Results that a device may lack.
 OPTIONAL = (
     *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
-    *("captured_networks.json", "losses.json", "pytorch_epilogues.json"),
+    *("captured_networks.json", "losses.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
