@@ -114,23 +114,6 @@ def _named(method: str, methods: Mapping[str, Any]) -> str:
     return names.get(method, method)
 
 
-def families(results: Results) -> str:
-    """Tabulate the cross-validated regret of the model, family by family."""
-    return side_by_side(
-        "kernel family",
-        ("problems", "geomean", "p95"),
-        {device: _families(result["families"]) for device, result in results.items()},
-    )
-
-
-def _families(found: dict[str, dict[str, Any]]) -> Rows:
-    models = {name: m.get("no portfolio", m["model"]) for name, m in found.items()}
-    return {
-        name: (str(model["problems"]), *(f"{model[key]:.3f}" for key in ("geomean", "p95")))
-        for name, model in sorted(models.items())
-    }
-
-
 def whole(results: Results) -> str:
     """Tabulate the cross-validated choice with PyTorch's operator among the candidates."""
     heads = (
@@ -215,6 +198,5 @@ OF_CHOICES: dict[str, Callable[[Results], str]] = {
     "holdout": holdout,
     "holdout-answers": answers,
     "evaluation": methods,
-    "families": families,
     "whole": whole,
 }
