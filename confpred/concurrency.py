@@ -8,7 +8,7 @@ enters before the fork is done; sections may be side by side and inside one anot
 from __future__ import annotations
 
 import contextlib
-import logging  # its locks are taken inside sections, so that its hooks must be there before ours
+import logging  # its locks are taken inside sections, so that its hooks must be there before these
 import os
 import signal
 import threading

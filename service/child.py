@@ -129,7 +129,7 @@ class Start:
 
 
 class Child:
-    """A worker process, called by its place among the workers."""
+    """A worker process, called by its index among the workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name

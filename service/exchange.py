@@ -360,7 +360,7 @@ class _Arriving:
         self._file.write(piece)
 
     def end(self, piece: bytes, wanted: str) -> Submission:
-        """Write the last piece, and keep the file if it is what the client meant to send."""
+        """Write the last bytes, and keep the file if it is what the client meant to send."""
         self.write(piece)
         found = self._hash.hexdigest()
         if found != wanted:

@@ -38,7 +38,7 @@ _log = logging.getLogger(ACCESS)
 _bugs = logging.getLogger(__name__)
 #: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
 _MOST_QUEUED = 4 * 2**20
-#: Bytes that even a pipe takes in one piece, so that lines of several processes are not mixed.
+#: Bytes that even a pipe takes at once, so that lines of several processes are not mixed.
 _PIECE = select.PIPE_BUF
 #: Seconds between writes: to wake the thread for each line would take longer than to write it.
 _PAUSE_S = 0.01

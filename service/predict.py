@@ -162,8 +162,8 @@ class Predict:
     def __init__(
         self, settings: Settings, metrics: Metrics, find: Callable[[Scope], Generation]
     ) -> None:
-        """`find` is asked for the generation that answers each request, so that another may take
-        its place at any time."""
+        """`find` is asked for the generation that answers each request, so that another may replace
+        it at any time."""
         self._settings, self._metrics, self._find = settings, metrics, find
         self._memories: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
 

@@ -125,7 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Go on with a request as if it had not asked for another protocol, as RFC 9110 has it. The
-        parser takes its body for that protocol's, so that another one is told how it is framed."""
+        parser takes its body for that protocol's, so that another one learns how it is framed."""
         offset = sys.exc_info()[1].args[0]  # type: ignore[union-attr]
         framing = (each for each in self.headers if each[0] in _FRAMING)
         head = b"".join(b"%s: %s\r\n" % header for header in framing)

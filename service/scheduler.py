@@ -207,7 +207,7 @@ class Scheduler:
         return None
 
     def _progress(self, job: _Job[Any], left: int, took: float) -> None:
-        """Note that after a slice of `took` seconds `job` has so many problems left."""
+        """Record that after a slice of `took` seconds `job` has so many problems left."""
         if job.read and job.left > left:
             self._pace_s += _NEWEST * (took / (job.left - left) - self._pace_s)
         was_read, job.read = job.read, True

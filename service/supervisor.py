@@ -358,7 +358,7 @@ class Supervisor:
         return None
 
     def _replace(self, child: Child) -> None:
-        """Start another worker, which takes the place of `child` once it answers."""
+        """Start another worker, which replaces `child` once it answers."""
         if not child.leaving:
             child.leaving = True
             _log.info("worker %s was asked to end; another starts", child.name)
@@ -429,7 +429,7 @@ class Supervisor:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors, no memory: others may give theirs back
+            except OSError as error:  # no descriptors, no memory: others may give some back
                 _log.error("cannot accept connections: %s", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())

@@ -81,7 +81,7 @@ def write(path: str | Path, tokens: Sequence[Token]) -> None:
 def find(tokens: Sequence[Token], secret: bytes) -> Token | None:
     """Return the token that `secret` is, compared in a time that betrays nothing of it."""
     hashed, found = _hash(secret), None
-    for token in tokens:  # all of them: the place of the right one is nobody's business
+    for token in tokens:  # all of them: the position of the right one is nobody's business
         if hmac.compare_digest(token.sha256, hashed):
             found = token
     return found

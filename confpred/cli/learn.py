@@ -246,7 +246,7 @@ def report(
     first, by --folds and --seed as `confpred evaluate` has them, which takes minutes.
 
     The page has the regret by family, direction, dtype, batch, network and device, how often the
-    bound holds, the 20 worst layers with their candidates, the features that a model rests on, the
+    bound holds, the 20 worst layers with their candidates, the features that a model relies on, the
     noise of the measurements, and where everything comes from. It is one file: plots, style and
     script are inside it, and it asks no server for anything.
 

@@ -216,7 +216,7 @@ class CheckedRows:
     ends: tuple[int, ...]
 
     def error(self, row: int, error: InvalidInput) -> DataError:
-        """`error` with its place: the row that has this number in the column ``row``."""
+        """`error` with its position: the row that has this number in the column ``row``."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
 

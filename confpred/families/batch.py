@@ -1,7 +1,7 @@
 """Problems side by side, for formulas that are written for one.
 
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
-`ProblemBatch` has arrays in the place of these numbers, under the same names, so that a formula
+`ProblemBatch` has arrays in place of these numbers, under the same names, so that a formula
 answers for many problems with as few array operations as for one; the answers are the same to the
 bit. Decisions, which are no arithmetic, are worked out for each problem by `ProblemBatch.each`. All
 that is asked for is kept, as a formula asks for many things again.

@@ -125,7 +125,7 @@ def image_scalars(problem: Problem) -> dict[str, int]:
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
-    """How many pieces `size` takes; of integers, of which `piece` is positive. Floats divide arrays
+    """How many parts `size` takes; of integers, of which `piece` is positive. Floats divide arrays
     in half of the time, and without an error: below 2^53 no quotient is rounded to a whole number
     that it is not."""
     if isinstance(size, np.ndarray) or isinstance(piece, np.ndarray):
@@ -134,7 +134,7 @@ def ceil_div(size: Any, piece: Any) -> Any:
 
 
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
-    """Return the size of a piece, and how many pieces there are, when `size` is cut into about
+    """Return the size of a part, and how many parts there are, when `size` is cut into about
     `pieces`: the size is rounded up, so fewer may do."""
     piece = ceil_div(size, pieces)
     return piece, ceil_div(size, piece)
@@ -152,7 +152,7 @@ def allowed(reduction: Array, problem: Any) -> Mask:
 
 def distinct_bands(size: int, bands: Array) -> Mask:
     """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
-    band of one row would read a whole window to make it; and half as many bands must be larger
+    band of one row would read all of a filter's rows for it; and half as many bands must be larger
     ones, or the launch would be the same."""
     rows = ceil_div(size, bands)
     return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
@@ -161,7 +161,7 @@ def distinct_bands(size: int, bands: Array) -> Mask:
 def well_filled(least: int, *tiles: tuple[Any, Any]) -> Mask:
     """Which tiles are worth offering, given their size along each axis and what they cover there.
     One twice as large as what it covers does the work of a smaller one, slower; those of at most
-    `least` places serve whatever is smaller still."""
+    `least` slots serve whatever is smaller still."""
     filled: Mask = reduce(np.logical_and, (size < 2 * covered for size, covered in tiles))
     return filled | (reduce(np.multiply, (size for size, _ in tiles)) <= least)
 
@@ -178,7 +178,7 @@ class Occupancy:
         waves: how often the whole device is filled; a fraction.
         wave_waste: whole waves over `waves`.
         resident: blocks that a multiprocessor holds in the first wave, on average over the device.
-            Where there are fewer blocks than places it is less than `per_sm`, and the blocks draw
+            Where there are fewer blocks than slots it is less than `per_sm`, and the blocks draw
             on only a part of the device's rates.
     """
 

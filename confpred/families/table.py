@@ -187,7 +187,7 @@ class Tabled(ABC):
     @abstractmethod
     def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
         """Return the features that are neither in the workings `w` nor fields nor the problem's, or
-        take the place of one of these; and ``estimate`` in seconds."""
+        replace one of these; and ``estimate`` in seconds."""
 
     def _completed(self, cut: Workings, problem: Any, table: Table, at: Rows) -> Workings:
         """Return the workings of the rows `at`, given their `_cut`."""

@@ -33,7 +33,7 @@ _ROWS = 4  # configs of an example
 
 def examples_of(problems: Iterable[Record]) -> list[Record]:
     """Return a few of `problems` that together have every text and truth value that any of them
-    has, as these become numbers by their place in a list."""
+    has, as these become numbers by their index in a list."""
     chosen: list[Record] = []
     met: set[tuple[str, object]] = set()
     for problem in sorted(set(problems), key=str):
@@ -153,7 +153,7 @@ class Registers:
     def correct(
         self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
     ) -> None:
-        """Put what is known in the place of what the family estimates: `columns` are features of
+        """Put what is known in place of what the family estimates: `columns` are features of
         some configs, ``(len(feature_names), configs)``, `registers` what `of` found for them."""
         known = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED

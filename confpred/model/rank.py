@@ -2,7 +2,7 @@
 
     families that may win (`Gate`) --> legal configs --> features
         --> cost by few trees, which keep many --> cost by all trees
-        --> time of the best of each family --> PyTorch's operator in its place (`PytorchModel`)
+        --> time of the best of each family --> PyTorch's operator at its rank (`PytorchModel`)
 
 A family is ranked in `FamilyModel.rank_many`, and all of them in `rank_families`.
 """
@@ -79,7 +79,7 @@ class FamilyModel:
         time: regressor of log(time / roofline time), from the same features.
         registers: of the family's compiled kernels, or None.
         groupings: of the problems that it was measured on, and serves; None for any.
-        taught: a later regressor of what `order` is of. It orders configs in its place, and the
+        taught: a later regressor of what `order` is of. It orders configs instead of that, and the
             family's time is still that of the first one by `order`: so the family is chosen where
             it was before, and no answer of another changes.
     """
@@ -138,7 +138,7 @@ class FamilyModel:
         self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
         """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
-        by its place."""
+        by its index."""
         if self.batched is not None and self.is_free and limits == UNLIMITED:
             pairs = self._together(self.batched, problems, device)
         else:
@@ -175,7 +175,7 @@ class FamilyModel:
     def rank_pairs(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int = 1
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Return `rank` of the candidates of each problem, by its place: the best one is expected
+        """Return `rank` of the candidates of each problem, by its index: the best one is expected
         to take what `time` says, and the others the ratios of `order`."""
         found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
@@ -202,7 +202,7 @@ def best_first(
             no better than the last of these.
 
     Yields:
-        For each problem the places of its candidates in `pairs`, best first, and the logarithms of
+        For each problem the indices of its candidates in `pairs`, best first, and the logarithms of
         their costs, rising.
     """
     cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
@@ -295,7 +295,7 @@ def rank_by_estimate(
     return rows[order], seconds[order]
 
 
-#: The last column of the gate's features: the family's place among those of the gate.
+#: The last column of the gate's features: the family's index among those of the gate.
 FAMILY = "family"
 #: A family that lags behind the first one by more than this logarithm is left out (decision 166).
 MARGIN = 0.10

@@ -156,7 +156,7 @@ class Problem(Record):
 
     @property
     def taps(self) -> int:
-        """Places of the filter."""
+        """Positions of the filter."""
         return self.r * self.s
 
     @property
@@ -198,7 +198,7 @@ class Problem(Record):
         once.
 
         Every direction has the same three tensors, and writes one of them. From the image, a
-        strided window may leave out pixels; only its gradient has a value for each of them.
+        strided filter may leave out pixels; only its gradient has a value for each of them.
         """
         image = self.input_elements
         if self.direction != "dgrad":
@@ -223,10 +223,10 @@ def output_size(size: int, filter_size: int, stride: int, padding: int, dilation
 def places_read(
     size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
 ) -> int:
-    """How many of `size` places along an axis are under some tap of some window."""
-    if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
+    """How many of `size` positions along an axis are under a tap for some output."""
+    if dilation == 1 and stride <= taps:  # patches overlap: all from the first to the last row
         return max(min((outputs - 1) * stride + taps - padding, size), 0)
-    read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: the first padded place
+    read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: first padded row
     return (read >> padding & (1 << size) - 1).bit_count()
 
 

@@ -11,8 +11,8 @@ from confpred.problem.operation import Launch
 from confpred.problem.record import Record
 
 #: Relative error in the 2-norm, against float64, of sums in float32 whose rounding to the dtype
-#: happens once or twice: those of kernels of ours, and of cuBLAS. In ``datasets/h200`` the
-#: largest of ours are 3.0e-4, 1.8e-3 and 9e-7. A library's plans tell their own (`Plan.error`).
+#: happens once or twice: those of confpred kernels, and of cuBLAS. In ``datasets/h200`` the
+#: largest of these are 3.0e-4, 1.8e-3 and 9e-7. A library's plans tell their own (`Plan.error`).
 ORDINARY_ERROR: Mapping[str, float] = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
 #: The same where float32 inputs are rounded to TF32.
 TF32_ERROR = 6e-4

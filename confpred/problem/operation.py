@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ZEROED, SCRATCH = "zeroed", "scratch"
 #: The float64 output of a reference kernel.
 REFERENCE = "reference"
-#: A step without a kernel of ours: products by the cuBLAS of the PyTorch that is installed.
+#: A step without a confpred kernel: products by the cuBLAS of the PyTorch that is installed.
 PRODUCTS = "cublas"
 
 
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A library's plan, which runs in the place of confpred kernels.
+    """A library's plan, which runs in place of confpred kernels.
 
     Attributes:
         library, version: ``cudnn``, and the release that numbers `config` so, such as ``9.19``.
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def source(self) -> str:
-        """Identity of what runs, as that of a kernel of ours is the digest of its source."""
+        """Identity of what runs, as that of a confpred kernel is the digest of its source."""
         return f"{self.library} {self.version}"
 
 

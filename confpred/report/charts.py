@@ -121,7 +121,7 @@ def _size(families: Families) -> tuple[float, float]:
 def _lines(
     axes: Any, families: Families
 ) -> Iterator[tuple[str, Sequence[Group], list[float], str]]:
-    """Yield each evaluation, its groups, their places in the lines of the families, and a
+    """Yield each evaluation, its groups, their positions in the lines of the families, and a
     colour."""
     names = _names(families)
     axes.set_yticks(range(len(names)), names)

@@ -76,7 +76,7 @@ def plan(
     offers: Sequence[Offer], known: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
 ) -> list[int]:
     """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
-    spent, compilations included; the last one may exceed it. `known` are places of the problems
+    spent, compilations included; the last one may exceed it. `known` are positions of the problems
     that were measured before."""
     if not offers:
         return []
@@ -183,7 +183,7 @@ def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
 
 
 def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], NDArray[np.float64]]:
-    """Return what gives problems their places: their operation's features, each over its spread
+    """Return the coordinates of problems: their operation's features, each over its spread
     among `problems`."""
 
     def features(problem: Record) -> NDArray[np.float64]:

@@ -46,7 +46,7 @@ from confpred.training.train import train
 
 log = logging.getLogger(__name__)
 FORMAT = "confpred-retrain/1"
-#: Share of the budget that goes to judging; the rest is for learning.
+#: Share of the budget that goes to judging; the remaining share is for learning.
 JUDGING = 0.2
 #: A measurement of this many seconds is saved in the session, so that a kill loses no more.
 _SAVED_EVERY_S = 5.0
@@ -228,7 +228,7 @@ class _Retraining:
 
 
 def running(predictor: Predictor, problem: Record, device: Device) -> Candidate:
-    """Return the choice that PyTorch runs: PyTorch's operator in the place of a guess."""
+    """Return the choice that PyTorch runs: PyTorch's operator in place of a guess."""
     choice = predictor.choose(problem, device)
     return PYTORCH_OPERATOR if choice.is_guess else choice.candidate
 

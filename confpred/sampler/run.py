@@ -66,7 +66,7 @@ LEAST_ANCHORED = 3
 #: Part of the others' time by which anchors may differ. The geometric means of the 12 runs in
 #: ``datasets/anchors`` are within 1.1 % of their median.
 ANCHOR_NOISE = 0.03
-#: So long a GPU that has measured the anchors waits for others to measure theirs.
+#: So long a GPU that has measured the anchors waits for others to measure them.
 ANCHORS_WAIT_S = 30.0
 
 
@@ -384,7 +384,7 @@ class _Drive:
         differs by more than the noise is set aside.
 
         Two GPUs that differ do not say which of them is off, so it takes three, and a GPU waits
-        for others that are about to measure theirs.
+        for others that are about to measure the anchors.
         """
         if self._anchors is None:
             return

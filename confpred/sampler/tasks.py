@@ -36,7 +36,7 @@ Pick = Callable[[Family, Record, Rows], Rows | None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Candidates of one provider to be measured together on one problem, in one piece.
+    """Candidates of one provider to be measured together on one problem, at once.
 
     Attributes:
         problem: the layer.

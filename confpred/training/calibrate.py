@@ -72,7 +72,7 @@ class Answer:
     problem: Record
     networks: tuple[str, ...]  # that have it, sorted
     options: Options  # all candidates in the order of the answer, with their expected seconds
-    ours_ms: float  # time of the first of those candidates of ours that were measured
+    ours_ms: float  # time of the first of those confpred candidates that were measured
     our_best_ms: float  # time of the fastest measured config of all families
     pytorch_ms: float | None  # measured time of PyTorch's operator, where it is a candidate
 
@@ -133,14 +133,14 @@ def fit_pytorch(
 def margins(
     kinds: Sequence[str], expected: NDArray[np.float64], actual: NDArray[np.float64]
 ) -> dict[str, float]:
-    """Return how large a prediction must be for ours to be chosen, by the kind of the problem: what
-    would have cost least on problems of the kind, or on all where it has fewer than
+    """Return how large a prediction must be for a confpred kernel to be chosen, by the kind of the
+    problem: what would have cost least on problems of the kind, or on all where it has fewer than
     ``MIN_PROBLEMS``.
 
     Args:
         kinds: of problems that the predictions were not learned from.
-        expected: predicted logarithms of PyTorch's time over ours.
-        actual: the same as measured, ours being the config that was chosen: that it is not the
+        expected: predicted logarithms of PyTorch's time over confpred's.
+        actual: the same as measured, confpred's being the chosen config's: that it is not the
             fastest is among the reasons why a prediction is too large.
     """
     found = {}
@@ -153,8 +153,8 @@ def margins(
 
 
 def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """Return the margin, from 0 to ``CAP``, that loses least if ours is chosen where `expected` is
-    larger; ``CAP`` where there are too few problems to tell."""
+    """Return the margin, from 0 to ``CAP``, that loses least if a confpred kernel is chosen where
+    `expected` is larger; ``CAP`` where there are too few problems to tell."""
     if len(expected) < MIN_PROBLEMS:
         return CAP
     order = np.argsort(expected, kind="stable")
@@ -162,8 +162,8 @@ def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> flo
     given_away = np.concatenate([[0.0], np.cumsum(ahead.clip(min=0))])
     lost = np.concatenate([np.cumsum((-ahead).clip(min=0)[::-1])[::-1], [0.0]])
     steps = np.concatenate([[0.0], rising[(rising > 0) & (rising < CAP)], [CAP]])
-    tried = (steps[:-1] + steps[1:]) / 2  # nothing tells the places between two problems apart
-    first = np.searchsorted(rising, tried)  # of those on which ours would be chosen
+    tried = (steps[:-1] + steps[1:]) / 2  # any between two problems will do
+    first = np.searchsorted(rising, tried)  # of those on which a confpred kernel would be chosen
     return float(tried[np.argmin(given_away[first] + CAUTION * lost[first])])
 
 

@@ -2,7 +2,7 @@
 
 Networks share layers, and a suite has a layer at several batches, dtypes, epilogues and directions.
 So every problem that has the same *layer* as a problem of a held-out network is held out of
-training. PyTorch's operator takes its place by the margins that the other folds' problems have.
+training. PyTorch's operator is ranked by the margins that the other folds' problems have.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """A problem that a fold holds out, before PyTorch's operator has its place."""
+    """A problem that a fold holds out, before PyTorch's operator is ranked."""
 
     fold: int
     device: Device
@@ -206,7 +206,7 @@ class Offered:
     #: How many times as long it takes, which was measured, as the best of all legal configs is
     #: expected to.
     ahead: float
-    log_ratio: float | None  # expected log(PyTorch's time / ours), where something is known
+    log_ratio: float | None  # expected log(PyTorch's time / confpred's), where something is known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +291,7 @@ def _offered(
 
 
 def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
-    """Return the problems of `device` among `offered`, with PyTorch's operator in its place."""
+    """Return the problems of `device` among `offered`, with PyTorch's operator ranked."""
     numbers = sorted({each.fold for each in offered})
     known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
     answers = (_answer(o, known[o.fold]) for o in offered if o.device == device)
@@ -320,7 +320,7 @@ def run_in_helpers(
     function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], step: str, say: Said
 ) -> list[_T]:
     """Return ``function(*arguments)`` for the arguments of each of `calls`, in their order,
-    computed side by side in processes that end with this one; `say` is told how many are done.
+    computed side by side in processes that end with this one; `say` gets how many are done.
 
     Raises:
         StorageError: the disk has no room for what the processes share.

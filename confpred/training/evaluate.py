@@ -298,7 +298,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
             ),
             f"over PyTorch's own operator: {whole.speed:.3f}x, worst {whole.worst_speed:.2f}x; "
             f"slower by more than {SLOWER:.0%}: {whole.slower} of {whole.regret[CHOSEN].problems} "
-            f"problems; left to it: {whole.pytorch}, of which ours is faster by more than "
+            f"problems; left to it: {whole.pytorch}, of which confpred is faster by more than "
             f"{SLOWER:.0%} on {whole.given_away}",
             sep="\n",
         )

@@ -95,11 +95,11 @@ class Verdict:
     wrongly_pytorch: int  # ... on which our best config is more than ``SLOWER`` times as fast
     #: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
     speed: Mapping[str, float]
-    #: Answers of ours that are more than ``SLOWER`` times as slow as PyTorch's operator, by mode;
+    #: Answers that are more than ``SLOWER`` times as slow as PyTorch's operator, by mode;
     #: ``EITHER`` stands for the faster mode of each problem.
     slower: Mapping[str, int]
     bounds: Mapping[str, Bounds]  # of ``all``, and by the provider of the answer
-    unmeasured: int  # first choices that could not be timed; the next one counts in their place
+    unmeasured: int  # first choices that could not be timed; the next one counts instead
     #: By k, geometric mean and 95 % quantile of what `ours` would be if k random configs of each
     #: family had been measured, and chosen among.
     thinned: Mapping[str, tuple[float, float]]
@@ -260,7 +260,7 @@ class _Judged:
 
 
 def _judge(m: _Measured) -> _Judged | None:
-    """Return the answer, judged; None where neither it nor another choice of ours was measured."""
+    """Return the answer, judged; None where neither it nor another candidate was measured."""
     timed = [choice for choice in m.ranking if choice.candidate in m.times]
     our_times = {c: ms for c, ms in m.times.items() if c != PYTORCH_OPERATOR}
     ours = [c.candidate for c in timed if c.candidate in our_times]
@@ -370,9 +370,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     title = "time of the answer / time of the fastest"
     console.print(figures_table(title, ("answer", *heads), rows))
     lines = [
-        f"best of the first 3 / 8: ours {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
+        f"best of the first 3 / 8: confpred's {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
         f"{v.whole_first['3']:.3f} / {v.whole_first['8']:.3f}; weighted by time {v.weighted:.3f}",
-        f"left to PyTorch's operator: {v.pytorch}; ours is more than 5 % faster on "
+        f"left to PyTorch's operator: {v.pytorch}; confpred is more than 5 % faster on "
         f"{v.wrongly_pytorch} of them",
         *(
             f"over PyTorch's operator ({mode}): {speed:.3f}x; slower by more than 5 %: "
@@ -385,7 +385,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
             for name, b in v.bounds.items()
         ),
         *(
-            f"with {k} random configs a family as the oracle, ours would be called {mean:.3f}, p95 "
+            f"with {k} random configs a family as the oracle, it would be called {mean:.3f}, p95 "
             f"{p95:.3f}"
             for k, (mean, p95) in v.thinned.items()
         ),

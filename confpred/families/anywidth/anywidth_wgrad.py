@@ -192,7 +192,7 @@ class AnyWidthWgrad(Shaped):
             "k_waste": w.k_blocks * w.k_tiles * 16 / problem.each(depth_of),
             "c_waste": w.c_blocks * w.pieces * 8 / problem.group_width,
             "halo": w.tile_pixels / (pixels * down.down * across.down),
-            # The rest for the last split, as a fraction of a whole one.
+            # The remainder for the last split, as a fraction of a whole one.
             "split_tail": (w.all_tiles - (w.parts - 1) * w.split_tiles) / w.split_tiles,
             "bytes_in_flight": occupancy.resident * (t["stages"] - 1) * w.stage_bytes,
             "log_sum_bytes": np.log2(1 + sum_bytes),

@@ -2,7 +2,7 @@
 
 They serve dense layers whose ``in`` (the layer's input, and in dgrad the gradient of its output)
 has at most ``MOST_CHANNELS`` channels: the filter of a block's channels has to stay in shared
-memory. Channels are multiples of 8, the window is at most 7x7, the stride 1 or 2 along each axis,
+memory. Channels are multiples of 8, the filter is at most 7x7, the stride 1 or 2 along each axis,
 without dilation, float16 or bfloat16.
 """
 

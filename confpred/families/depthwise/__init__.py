@@ -1,8 +1,8 @@
 """Shared parts of the depthwise families: the limits of their kernels, the shape of a block, and
 how blocks add up the filter's gradient.
 
-They serve layers of group width 1 with windows up to 11x11, stride and dilation 1 or 2 along each
-axis, any padding, and any of the dtypes; ``depthwise_large.py`` serves larger windows.
+They serve layers of group width 1 with filters up to 11x11, stride and dilation 1 or 2 along each
+axis, any padding, and any of the dtypes; ``depthwise_large.py`` serves larger filters.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Axis:
         cls, direction: str, size: int, result: int, window: int, stride: int, pad: int,
         dilation: int,
     ) -> Axis:  # fmt: skip
-        """Return the axis of a layer, whose input has `size` places and whose output `result`."""
+        """Return the axis of a layer of `size` inputs and `result` outputs."""
         if direction == "fprop":
             return cls(size, result, window, 1, stride, dilation, pad, 0)
-        # The window is turned round, so what was a distance to the left is one to the right.
+        # The filter is rotated, so what was a distance to the left is one to the right.
         pad = dilation * (window - 1) - pad
         shift = -pad % stride
         return cls(result, size, window, stride, 1, dilation, (pad + shift) // stride, shift)
@@ -86,7 +86,7 @@ def handles(problem: Problem) -> bool:
 
 
 def dilation(problem: Problem) -> tuple[int, int]:
-    """Return the layer's dilation, or 1 along an axis in which the window has one tap, so that
+    """Return the layer's dilation, or 1 along an axis in which the filter has one tap, so that
     there are fewer distinct kernels."""
     vertical, horizontal = problem.dilation
     return vertical if problem.r > 1 else 1, horizontal if problem.s > 1 else 1
@@ -101,7 +101,7 @@ def _access(problem: Problem) -> tuple[int, bool]:
 
 def accessible(vec: Array, problem: Any) -> Mask:
     """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
-    an odd count of channels, which leaves nothing else, and for large windows, which leave no
+    an odd count of channels, which leaves nothing else, and for large filters, which leave no
     registers for more. The output channels of a vector share one input channel, or fall into whole
     groups that each share one."""
     multiplier, narrow = problem.each(_access)
@@ -159,7 +159,7 @@ def distinct_lanes(vectors: Array, lanes_c: Array) -> Mask:
 
 
 def worth_loading_ahead(prefetch: Array, taps: int) -> Mask:
-    """Which distances of loading ahead hide latency that the arithmetic of a window of `taps` does
+    """Which distances of loading ahead hide latency that the arithmetic of a filter of `taps` does
     not hide already."""
     return (prefetch == 1) | (prefetch * taps <= 50)
 

@@ -35,7 +35,7 @@ def _config_table() -> NDArray[np.void]:
         (1, 2, 4, 8, 16),
     )
     vec, _, filter_shared, _, prefetch = rows.T[:5]
-    # Sharing pays from 24 taps on, loading so far ahead up to 12: no window has both.
+    # Sharing pays from 24 taps on, loading so far ahead up to 12: no filter has both.
     kept = (vec != 1) | (filter_shared != 1) | (prefetch != 4)
     return config_table(_FIELDS, rows[kept])
 
@@ -167,7 +167,7 @@ class DepthwiseImage(Tabled):
             + 28
         ).astype(np.int64)
         # Instructions that a thread issues in one step: products, conversions, addresses, loads of
-        # the filter, stores, and the rest.
+        # the filter, stores, and others.
         w.thread_step = (
             taps * outputs // (down.up * across.up)
             + inputs

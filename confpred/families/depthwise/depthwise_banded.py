@@ -2,12 +2,12 @@
 launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
 The parts that ``banded_wgrad.py`` shares are here too.
 
-They serve layers of group width 1, unit stride and dilation, as many filters as channels, windows
+They serve layers of group width 1, unit stride and dilation, as many filters as channels, filters
 up to 11x11, any padding, float16 and bfloat16, and a multiple of 8 channels; the ordinary depthwise
 families serve the others.
 
-An output of an R x S window takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on), as
-the zeros of the band are multiplied too; ordinary arithmetic takes R S. For a 7x7 window, that is
+An output of an R x S filter takes 16 R multiply-adds of the tensor cores (24 R from S = 10 on), as
+the zeros of the band are multiplied too; ordinary arithmetic takes R S. For a 7x7 filter, that is
 112 of the at least 1,024 that a multiprocessor does in a clock, against 49 of 128: 0.11 clocks
 against 0.38. The memory of an H100 needs 0.3 clocks for the output's 4 bytes. The kernels are then
 bound by instructions, most of which move pixels into planes and out of them, and by requests to L2:
@@ -124,7 +124,7 @@ def fits(t: Columns, w: Any, device: Device) -> Mask:
 
 
 def block(t: Columns, s: int) -> Any:
-    """Return the workings of a block for windows of width `s`: its threads, the input columns of a
+    """Return the workings of a block for filters of width `s`: its threads, the input columns of a
     run, and what a step copies."""
     w: Any = Workings()
     w.threads = threads_of(t)
@@ -208,7 +208,7 @@ def padding_read(problem: Problem) -> tuple[int, int]:
 
 
 def _above(problem: Problem) -> int:
-    """Rows of padding above the image that a window meets."""
+    """Rows of padding above the image that a filter meets."""
     return min(max(padding_read(problem)[0], 0), problem.r - 1)
 
 
@@ -234,7 +234,7 @@ class Banded(Shaped):
     @staticmethod
     @abstractmethod
     def _block(table: Table, r: int, s: int, bias: bool, residual: bool) -> Workings:
-        """Return the `_shape` for problems of this window and epilogue."""
+        """Return the `_shape` for problems of this filter and epilogue."""
 
     def _shape(self, problem: Problem, table: Table) -> Workings:
         return table.kept(self._block, problem.r, problem.s, problem.bias, problem.residual)

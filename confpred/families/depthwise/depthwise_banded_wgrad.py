@@ -1,7 +1,7 @@
 """Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
 features and launches of ``depthwise_banded_wgrad.cu``.
 
-The layers are those of ``banded.py`` with windows up to 9 wide. An output pixel takes 16 R
+The layers are those of ``banded.py`` with filters up to 9 wide. An output pixel takes 16 R
 multiply-adds of the tensor cores, as in the forward direction; a channel of a warp has 4 R
 accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 """
@@ -25,7 +25,7 @@ from confpred.problem.operation import Launch
 
 _FIELDS = (*banded.COMPILED, "bands", "splits", "reduction")
 _VARYING_FIELDS = tuple(name for name in _FIELDS if name != "stages")
-_MAX_WIDTH = 9  # of a window: a diagonal has eight elements
+_MAX_WIDTH = 9  # of a filter: a diagonal has eight elements
 _STAGES = 2  # more were not faster, and take shared memory that other blocks could have
 
 
@@ -132,8 +132,8 @@ class DepthwiseBandedWgrad(banded.Banded):
             + 16 * w.grad_items
             + 49
         )
-        # Instructions that a warp issues in a step: products, fragments with the window's slide,
-        # copies, and the rest.
+        # Instructions that a warp issues in a step: products, fragments and their moves,
+        # copies, and others.
         copies = 28 * (w.in_items + w.grad_items)
         w.work = w.products + fragments * (4 + 2 * r) + copies + 20
         return w

@@ -22,7 +22,7 @@ _FIELDS = (
     "vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits",
     "reduction",
 )  # fmt: skip
-MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
+MAX_SUMS = 128  # of a thread: more would leave too few registers for the sliding window
 
 
 def _config_table() -> NDArray[np.void]:
@@ -38,7 +38,7 @@ def _config_table() -> NDArray[np.void]:
         reductions,
     )
     vec, _, row_groups, prefetch = rows.T[:4]
-    # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no window
+    # Loading so far ahead pays for few taps, dividing filter rows among threads for many: no filter
     # has both.
     kept = (np.minimum(row_groups, prefetch) == 1) | (50 // prefetch * vec > 16 * row_groups)
     return config_table(_FIELDS, rows[kept])
@@ -91,12 +91,12 @@ class DepthwiseWgrad(Tabled):
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         vec = t["vec"]
-        # Filter rows of a thread if half as many threads shared a window.
+        # Filter rows of a thread if half as many threads shared a filter.
         half = ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
         return (
             (w.in_x <= depthwise.MAX_COLUMNS)
             & (w.sums <= MAX_SUMS)
-            # Each group of filter rows reads the whole input again, which pays for large windows
+            # Each group of filter rows reads the whole input again, which pays for large filters
             # only.
             & (
                 (t["row_groups"] == 1)
@@ -141,7 +141,7 @@ class DepthwiseWgrad(Tabled):
         dilation_h, dilation_w = problem.each(depthwise.dilation)
         w.block_r = ceil_div(problem.r, t["row_groups"])
         w.row_groups = ceil_div(problem.r, w.block_r)  # without empty ones
-        w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the window
+        w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the sliding window
         w.in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1  # of a tile
         w.sums = w.block_r * problem.s * vec  # of a thread
         w.thread_floats = problem.s * vec  # the sums that it leaves in shared memory at a time
@@ -162,8 +162,8 @@ class DepthwiseWgrad(Tabled):
             + problem.bias * vec
             + 32
         ).astype(np.int64)
-        # Instructions that a thread issues in one step: products, conversions, the window's slide,
-        # addresses, and the rest.
+        # Instructions that a thread issues in one step: products, conversions, moves of the
+        # sliding window, addresses, and others.
         w.thread_step = (
             w.sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * w.in_x + tile_q) + 30
         )

@@ -41,7 +41,7 @@ def is_odd(block: Array) -> Mask:
 def fits_odd_channels(block: Array, channels: Any) -> Mask:
     """Which blocks of channels that are no power of two to offer for a layer. They must divide its
     channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
-    piece of a pixel is not a whole number of 32-byte sectors."""
+    part of a pixel is not a whole number of 32-byte sectors."""
     return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
@@ -109,7 +109,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
             positions=-(-outputs // steps.dilation),
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
-    # taps turned: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    # taps rotated: w = stride * q + dilation * (taps - 1 - tap) - padding.
     unit = {"taps": taps, "down": 1, "up": 1, "out_origin": 0}
     if stride == 1:
         return Axis(
@@ -150,7 +150,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A window's steps along one axis, once what stride and dilation have in common is divided out.
+    """A filter's steps along one axis, once what stride and dilation have in common is divided out.
 
     Attributes:
         stride, dilation: what is left of them; one of the two is 1.
@@ -163,7 +163,7 @@ class Steps:
 
 
 def steps_of(window: int, stride: int, dilation: int) -> Steps:
-    """Return the steps of a window of so many taps along one axis."""
+    """Return the steps of a filter of so many taps along one axis."""
     if window == 1:
         dilation = stride  # with one tap any will do: take the one that leaves no stride
     step = gcd(stride, dilation)
@@ -172,7 +172,7 @@ def steps_of(window: int, stride: int, dilation: int) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Parameters of a kernel apart from its config: window, group width, steps, bias gradient."""
+    """Parameters of a kernel apart from its config: filter, group width, steps, bias gradient."""
 
     group_width: int
     r: int

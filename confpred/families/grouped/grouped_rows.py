@@ -40,7 +40,7 @@ def _config_table() -> NDArray[np.void]:
     """Return the config space. Configs that are left out never won by a percent where everything
     was measured.
 
-    Blocks of eight warps are for windows above 3x3 at width 64: their filter takes most of a
+    Blocks of eight warps are for filters above 3x3 at width 64: their filter takes most of a
     multiprocessor's shared memory, which leaves room for one block. They come second in the table;
     blocks whose channels are no power of two come last.
     """
@@ -64,7 +64,7 @@ def _config_table() -> NDArray[np.void]:
             continue  # a warp computes one to eight tensor-core tiles of 16 pixels x 8 channels
         if warps > 4 and not is_odd and (block_c < 64 or not filter_shared):
             continue
-        # These configs are legal for no window, by the rules in `_shape`: a block has whole groups,
+        # These configs are legal for no filter, by the rules in `_shape`: a block has whole groups,
         # so fewer channels, or a count that is no power of two, mean narrower groups.
         if (block_c < 64 or is_odd) and (block_q == 28 or pixel_row == (4, 14)):
             continue
@@ -171,7 +171,7 @@ class GroupedRows(Shaped):
             problem.minimum_bytes / device.dram_bytes_per_s,
             common.l2_s(loaded, device),
             common.products_s(products, device),
-            # Where one window covers the whole image, padded groups may need fewer operations than
+            # Where one filter covers the whole image, padded groups may need fewer operations than
             # are counted; but no estimate may be below the roofline.
             problem.each(device.roofline_s),
         )
@@ -185,7 +185,7 @@ class GroupedRows(Shaped):
             "q_waste": w.q_tiles * t["block_q"] / across.positions,
             "n_waste": w.n_tiles * t["block_n"] / problem.n,
             "c_waste": w.c_tiles * t["block_c"] / problem.c,
-            # The rest for the last block of each dimension, as a fraction of a whole block.
+            # The remainder for the last block of each dimension, as a fraction of a whole block.
             "q_tail": across.positions % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "c_tail": problem.c % t["block_c"] / t["block_c"],

@@ -122,7 +122,7 @@ class GroupedWgrad(Shaped):
             & _few_idle_columns(problem.q, w.q_tiles * t["block_q"])
             & (~grouped.is_odd(t["block_k"]) | grouped.fits_odd_channels(t["block_k"], problem.c))
             # A count of slices that makes them as high as the next smaller count does is the same
-            # launch again; slices lower than two windows read more halo than rows.
+            # launch again; slices lower than two filters read more halo than rows.
             & (
                 (t["splits"] == 1)
                 | (
@@ -228,7 +228,7 @@ class GroupedWgrad(Shaped):
             "q_waste": w.q_tiles * t["block_q"] / problem.q,
             "n_waste": ceil_div(problem.n, t["block_n"]) * t["block_n"] / problem.n,
             "k_waste": w.k_tiles * t["block_k"] / problem.c,
-            # The rest for the last block of each dimension, as a fraction of a whole block.
+            # The remainder for the last block of each dimension, as a fraction of a whole block.
             "q_tail": problem.q % t["block_q"] / t["block_q"],
             "n_tail": problem.n % t["block_n"] / t["block_n"],
             "k_tail": problem.c % t["block_k"] / t["block_k"],
@@ -321,7 +321,7 @@ def _shape(table: Table, window: Window) -> Workings:
     w.fits = (
         (narrow | (width % t["warp_k"] == 0))
         & (~grouped.is_odd(t["block_k"]) | (t["block_k"] % width == 0))
-        # Blocks of 8 channels, which read a whole group of input, are for windows whose sums are
+        # Blocks of 8 channels, which read a whole group of input, are for filters whose sums are
         # too many for larger blocks.
         & ((t["block_k"] > 8) | (width * r * s > 9 * 64))
         & (w.threads >= 64)

@@ -89,7 +89,7 @@ class Line(Described):
         load_bytes = t["loads"] * t["in_vec"] * p.itemsize
         in_flight = filled.resident * t["block_threads"] * np.minimum(load_bytes, 64)
         products = t["tile"] * p.s // line.axis(p)[0]
-        # Instructions of a thread a turn: products, conversions, loads, stores and the rest.
+        # Instructions of a thread a turn: products, conversions, loads, stores and others.
         step = products + t["loads"] * (t["in_vec"] + 4) + 3 * t["tile"] + 30
         own = t["turns"] * step + 3 * p.s + 60
         fullest = filled.sm_blocks * device.sm_count * t["block_threads"]

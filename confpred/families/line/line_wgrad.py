@@ -75,7 +75,7 @@ class LineWgrad(Described):
         rounds = np.ceil(ideal_rounds)
         load_bytes = t["loads"] * t["in_vec"] * p.itemsize + t["tile"] * p.itemsize
         in_flight = filled.resident * t["threads"] * np.minimum(load_bytes, 64)
-        # Instructions of a thread a round: products, conversions, loads and the rest.
+        # Instructions of a thread a round: products, conversions, loads and others.
         step = t["tile"] * p.s + t["loads"] * (t["in_vec"] + 4) + 2 * t["tile"] + 30
         own = rounds * step + 12 * (p.s + p.bias) + 60  # and its part of the sums
         fullest = filled.sm_blocks * device.sm_count * t["threads"]

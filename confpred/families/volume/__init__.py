@@ -1,7 +1,7 @@
 """Shared parts of the families of depthwise convolution of volumes: which problems they serve, and
 how the threads of a block cover channels.
 
-They serve channels-last layers of rank 3 and group width 1, with windows up to 7x7x7, stride and
+They serve channels-last layers of rank 3 and group width 1, with filters up to 7x7x7, stride and
 dilation 1 or 2 along each axis, any padding, and any of the dtypes.
 """
 
@@ -45,7 +45,7 @@ def handles(problem: ConvNd) -> bool:
 
 
 def dilation(problem: ConvNd) -> tuple[int, ...]:
-    """Return the layer's dilation, or 1 along an axis in which the window has one tap, so that
+    """Return the layer's dilation, or 1 along an axis in which the filter has one tap, so that
     there are fewer distinct kernels."""
     axes = zip(problem.dilation, problem.filter_shape, strict=True)
     return tuple(dilation if window > 1 else 1 for dilation, window in axes)

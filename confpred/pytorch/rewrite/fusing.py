@@ -46,7 +46,7 @@ def fuse(
         graph: what is rewritten.
         choose, wishes: choose for it; the latter for tensors of other sizes, too.
         inputs: of the graph, or none where their values are not known.
-        device: that Inductor compiles the rest for; None where it does not.
+        device: that Inductor compiles other operations for; None where it does not.
     """
     found = causal.serve(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
@@ -184,7 +184,7 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
 def _replace(
     chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
 ) -> None:
-    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel;
+    """Put one operator in place of `chain`, if that is fewer launches or a confpred kernel;
     `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
@@ -210,7 +210,7 @@ def _replace(
 
 
 def _spell_out(norm: Any) -> None:
-    """Put a product and a sum with folded vectors in the place of a norm, in float32. PyTorch's
+    """Put a product and a sum with folded vectors in place of a norm, in float32. PyTorch's
     formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
     longer than its memory."""
     first = None if norm is None else following.first_result(norm)

@@ -1,4 +1,4 @@
-"""Inductor for the rest of a captured graph: what confpred serves stays as it is."""
+"""Inductor for the other operations of a captured graph: what confpred serves stays as it is."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compiled(
     """Return `gm` compiled by Inductor; the arguments are those of
     `confpred.pytorch.run.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of PyTorch's.
 
     Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
     parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
