@@ -139,7 +139,7 @@ def words_of_code(text: str) -> list[str]:
     return forbidden(words, _OF_THE_FIELD.sub("", _NAMES.sub("code ", text)))
 
 
-@pytest.mark.parametrize("folder", ["confpred", "kernels", "service"])
+@pytest.mark.parametrize("folder", ["benchmarks", "confpred", "datasets", "kernels", "service"])
 def test_code_has_no_word_that_the_list_forbids(folder: str) -> None:
     wrong = {}
     for path in sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in _SOURCES):
