@@ -49,7 +49,7 @@ static_assert(UP_H == 1 || DOWN_H == 1, "one of them is the stride");
 static_assert(TILE_Q % UP_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/depthwise/image.py works it out. How many lanes share a
+// What launches count on, as confpred/families/depthwise/depthwise.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");

@@ -13,7 +13,7 @@ constexpr int IDLE = STRIPS % RUN;       // strips left over: they compute what 
 
 static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0, "warps divide planes of 8 channels");
 static_assert(STRIPS % WARP_STRIPS == 0 && WARP_STRIPS % 16 == 0, "warps divide strips");
-// What launches count on, as confpred/families/depthwise/banded.py works it out; the shared memory is
+// What launches count on, as confpred/families/depthwise/depthwise_banded.py works it out; the shared memory is
 // compared where the kernels divide it.
 static_assert(THREADS == HOST_THREADS && RUNS == HOST_RUNS, "the host launches other blocks");
 

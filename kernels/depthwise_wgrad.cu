@@ -44,7 +44,7 @@ constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 1024 ? DEPTH : PRODUCTS <
 
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/depthwise/wgrad.py works it out. How many lanes share a
+// What launches count on, as confpred/families/depthwise/depthwise_wgrad.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(ROW_GROUPS == HOST_ROW_GROUPS, "the host counts a block's threads by them");

@@ -96,7 +96,7 @@ static_assert(WARP_CHANNELS % WIDTH == 0 || WIDTH % WARP_CHANNELS == 0, "warps h
 static_assert(WIDTH == 8 || N_TILES % 2 == 0, "filter fragments are fetched for two tiles at a time");
 static_assert(LOADS <= 32 && STORES <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/grouped/rows.py works it out.
+// What launches count on, as confpred/families/grouped/grouped_rows.py works it out.
 static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
 using Accumulators = float[UP_W][WARP_GROUPS][WARP_TILES][N_TILES][4];

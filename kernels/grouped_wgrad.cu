@@ -82,7 +82,7 @@ static_assert(NARROW || GW % WARP_K == 0, "a warp's gradient channels share one 
 static_assert(IN_LOADS <= 32 && GRAD_LOADS <= 32, "validity bits are kept in one word");
 static_assert(STAGES * STRIDE_H <= 32, "so are the rows in flight");
 
-// What launches count on, as confpred/families/grouped/wgrad.py works it out.
+// What launches count on, as confpred/families/grouped/grouped_wgrad.py works it out.
 static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
 // Loads 8x8 matrices of 16-bit elements transposed; each lane names one 16-byte row.

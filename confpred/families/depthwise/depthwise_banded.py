@@ -1,6 +1,6 @@
 """The depthwise families on tensor cores whose result is an image: configs, legality, features and
 launches of ``depthwise_banded.cu``, for the forward direction and for the gradient of the input.
-The parts that ``banded_wgrad.py`` shares are here too.
+The parts that ``depthwise_banded_wgrad.py`` shares are here too.
 
 They serve layers of group width 1, unit stride and dilation, as many filters as channels, filters
 up to 11x11, any padding, float16 and bfloat16, and a multiple of 8 channels; the ordinary depthwise

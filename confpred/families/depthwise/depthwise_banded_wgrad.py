@@ -1,8 +1,8 @@
 """Depthwise convolution on tensor cores, gradient of the filter and of the bias: configs, legality,
 features and launches of ``depthwise_banded_wgrad.cu``.
 
-The layers are those of ``banded.py`` with filters up to 9 wide. An output pixel takes 16 R
-multiply-adds of the tensor cores, as in the forward direction; a channel of a warp has 4 R
+The layers are those of ``depthwise_banded.py`` with filters up to 9 wide. An output pixel takes
+16 R multiply-adds of the tensor cores, as in the forward direction; a channel of a warp has 4 R
 accumulators in registers, and 2 R fragments of the gradient for each 16 strips.
 """
 

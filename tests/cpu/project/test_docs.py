@@ -70,6 +70,18 @@ def test_every_path_on_the_map_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_every_path_in_a_comment_of_a_kernel_exists() -> None:
+    wrong, count = [], 0
+    for kernel in sorted((ROOT / "kernels").glob("*.cu*")):
+        comments = " ".join(re.findall(r"//(.*)", kernel.read_text(encoding="utf-8")))
+        for path in re.findall(r"[\w/]+\.(?:py|cuh?)\b", comments):
+            count += 1
+            if not (ROOT / path if "/" in path else kernel.parent / path).exists():
+                wrong.append(f"{kernel.name}: {path}")
+    assert wrong == []
+    assert count > 20
+
+
 def folders(parent: Path) -> Iterator[str]:
     for path in sorted(parent.iterdir()):
         hidden = path.name.startswith((".", "_")) and path.name != ".ci"
