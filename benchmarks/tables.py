@@ -158,13 +158,6 @@ def runs(results: dict[str, Results]) -> str:
     return side_by_side("result", ("date", "commit", "model"), rows)
 
 
-def sampling(results: Results) -> str:
-    """Tabulate the sampler's rate."""
-    heads = columns("device | rows | problems | seconds | rows a second")
-    cells = "{rows}|{problems}|{seconds:.1f}|{rows_per_s:.0f}"
-    return markdown(heads, [(d, *cells.format(**r).split("|")) for d, r in results.items()])
-
-
 def fleet(result: dict[str, Any]) -> str:
     """Tabulate what Ray costs, and what killed actors do."""
     budgets, kills = result["budgets"], result["kills"]
@@ -219,14 +212,13 @@ _RUNS = (
 #: Results that a device may lack.
 OPTIONAL = (
     *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
-    *("captured_networks.json", "losses.json", "pytorch_epilogues.json"),
+    *("captured_networks.json", "losses.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "kernels": ("conv_vs_cudnn.json", kernels),
     "in-situ": ("in_situ.json", in_situ),
     "latency": ("predict_latency.json", latency),
-    "sampling": ("sampling_rate.json", sampling),
     "chains": ("chain_choices.json", chains),
     "dense": ("evaluation_dense.json", dense),
 } | {name: ("evaluation.json", make) for name, make in OF_CHOICES.items()}

@@ -93,7 +93,7 @@ def notes_of(problem: Problem | ConvNd, device: Device) -> dict[str, tuple[bool,
 
 
 def _left(problem: Problem | ConvNd, device: Device, note: object) -> set[str]:
-    """Return the plans without this note."""
+    """Return the plans without this numeric `note`."""
     graph = Graph.without_gpu(problem, device)
     graph.graph.deselect_numeric_notes([note])
     left = set()
@@ -145,7 +145,7 @@ def extended(
                 continue
             kinds = {*old[KINDS].split("|"), *line[KINDS].split("|")}
             old[KINDS] = "|".join(sorted(kinds))
-            # A note is of the engine; where cuDNN is of two minds the worse one counts.
+            # A numeric `note` is of the engine; where cuDNN is of two minds the worse one counts.
             old[NOTES[0]] = max(old[NOTES[0]], line[NOTES[0]])
             old[NOTES[1]] = min(old[NOTES[1]], line[NOTES[1]])
     return without

@@ -3,8 +3,8 @@
     python datasets/dense_suites.py    suites/dense/*.json, from dense_networks.json
 
 They are for a choice among the plans of a library, which has to be trusted on networks that it has
-never seen. So whole kinds of networks are held out (`HELD_OUT`), and a layer of theirs is in the
-training suite under no network and at no batch. Plans need no kernels of their own, so windows,
+never seen. So whole kinds of networks are held out (`HELD_OUT`), and a layer of these is in the
+training suite under no network and at no batch. Plans need no kernels of their own, so filters,
 channels and epilogues are drawn as freely as sizes.
 """
 
@@ -52,7 +52,7 @@ PIXEL_SHARE = 0.1
 #: Up to so many channels of an input of the network itself, of which training has no gradient.
 IMAGE_CHANNELS = 4
 
-#: Channels that no multiple of eight hides, and the windows, strides and dilations of coverage.
+#: Channels that no multiple of eight hides, and the filters, strides and dilations of coverage.
 ODD_CHANNELS = (1, 2, 3, 5, 6, 12, 17, 20, 33, 36, 48, 50, 68, 85, 100, 129, 185, 250, 255, 300)
 WINDOWS = (
     *((1, 1, 1, 1),) * 4, *((3, 3, 1, 1),) * 6, *((3, 3, 2, 1),) * 3, (1, 1, 2, 1), (3, 3, 1, 2),
@@ -176,7 +176,7 @@ def _of_coverage(
         epilogue = epilogues[int(generator.integers(len(epilogues)))]
         try:
             layer = Problem(1, c, h, w, k, r, s, (stride,) * 2, padding, (dilation,) * 2)
-        except InvalidProblem:  # a window larger than the image
+        except InvalidProblem:  # a filter larger than the image
             continue
         variant = _variant(layer, direction, epilogue, bool(generator.random() < 0.5), generator)
         problem = _with_batch(variant, generator)

@@ -1,7 +1,7 @@
 """Networks with dense convolutions that no package at hand has, written down layer by layer.
 
 Each function gives the convolutions of one network that have a single group, with repeats. They
-follow published architectures in their channels, windows and image sizes, but not in every detail:
+follow published architectures in their channels, filters and image sizes, but not in every detail:
 what counts here is which layers such a network has, and not how often. Transposed convolutions are
 left out, because no `Problem` describes them. An activation that no `Problem` knows, such as leaky
 ReLU, is a kernel of its own after the convolution, so the layer is written down without one.
@@ -48,7 +48,7 @@ def conv(
     padding: Size | None = None,
     dilation: int = 1,
 ) -> Layer:
-    """Return a layer on an image of `size` pixels, by default padded by half its window.
+    """Return a layer on an image of `size` pixels, by default padded by half its filter.
 
     `norm` says that a batch norm follows; otherwise the layer has a bias of its own.
     """
@@ -100,7 +100,7 @@ def yolo(widths: Sequence[int], depths: Sequence[int], size: int, classes: int =
         yield from split(k, k, image // 2, depths[level - 1])
     small, middle, large = widths[2:]
     last = size // 32
-    yield block(large, large // 2, last, 1)  # pooling of several window sizes
+    yield block(large, large // 2, last, 1)  # pooling of several sizes
     yield block(2 * large, large, last, 1)
     yield from split(large + middle, middle, 2 * last, depths[0])
     yield from split(middle + small, small, 4 * last, depths[0])
@@ -242,7 +242,7 @@ def hourglass(size: int, joints: int) -> Layers:
 
 
 def part_affinity(size: Size) -> Layers:
-    """Yield a pose network of many stages with windows of 7x7, after the first layers of a VGG."""
+    """Yield a pose network of many stages with filters of 7x7, after the first layers of a VGG."""
     c = 3
     for level, widths in enumerate(((64, 64), (128, 128), (256,) * 4, (512, 512, 256, 128))):
         for k in widths:
@@ -340,7 +340,7 @@ def tiny_decoder(size: int) -> Layers:
 
 
 def image_translator(size: int) -> Layers:
-    """Yield a generator of residual blocks, and a discriminator of patches with windows of 4x4."""
+    """Yield a generator of residual blocks, and a discriminator of patches with filters of 4x4."""
     yield conv(3, 64, size + 6, 7, padding=0)
     yield conv(64, 128, size, 3, 2)
     yield conv(128, 256, size // 2, 3, 2)
@@ -404,7 +404,7 @@ def rrdb(size: Size, growth: int = 32, c: int = 64) -> Layers:
 
 
 def small_upscaler(size: Size) -> Layers:
-    """Early networks of few channels and large windows, for one color plane."""
+    """Early networks of few channels and large filters, for one color plane."""
     yield conv(1, 64, size, 9, act="relu")
     yield conv(64, 32, size, 5, act="relu")
     yield conv(32, 1, size, 5)
@@ -452,7 +452,7 @@ def stacked_flow(size: tuple[int, int]) -> Layers:
 
 
 def board_game(c: int, size: int, planes: int, blocks: int = 10) -> Layers:
-    """Yield a tower of residual blocks on a board, with a policy and a value head."""
+    """Yield a tower of residual blocks for Go, with a policy and a value head."""
     yield conv(planes, c, size, act="relu", norm=True)
     yield from [*unit(c, c, size, "relu", norm=True)] * blocks
     yield conv(c, 2, size, 1, act="relu", norm=True)

@@ -181,7 +181,7 @@ def _drawn(
 
 
 def _coverage(held: set[Problem], generator: np.random.Generator) -> list[Problem]:
-    """Return problems of no network: filters between and beyond theirs, even ones, odd channels,
+    """Return problems of no network: filters between and beyond these, even ones, odd channels,
     images smaller than the filter."""
     found: dict[Problem, None] = {}
     network = Network(0, (), (), "silu", bias=True)

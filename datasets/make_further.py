@@ -4,7 +4,7 @@ a fourth of those depthwise layers of which the first three have few.
     python datasets/make_further.py    suites/further/*.json, from networks.json
 
 More is drawn where choices for networks that training has not seen are worst (`COUNTS`). Only the
-windows, strides, group widths, dtypes and epilogues of the hold-out are drawn, so that its compiled
+filters, strides, group widths, dtypes and epilogues of the hold-out are drawn, so that its compiled
 kernels serve here as well (`make_holdout.VARIANTS`). No network and no layer of the hold-out is.
 """
 

@@ -84,7 +84,7 @@ ELSEWHERE: Mapping[str, tuple[tuple[int, int], ...]] = {
     "seresnext26d_32x4d": ((270, 270),),
 }
 
-#: Measured: (group width, window, stride) -> what a layer of the kind may be other than
+#: Measured: (group width, filter size, stride) -> what a layer of the kind may be other than
 #: plain float16, by direction. Each entry is a table of kernels.
 VARIANTS: Mapping[tuple[int, int, int], Mapping[str, tuple[Layer, ...]]] = {
     (1, 3, 1): {

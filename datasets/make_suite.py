@@ -7,7 +7,7 @@
 layers of that kind at the network's own input size: the fields of a problem without the batch, and
 ``count``, how often the layer occurs.
 
-Sampling is mostly compiling: every window, stride, dilation, group width, dtype and epilogue needs
+Sampling is mostly compiling: every filter, stride, dilation, group width, dtype and epilogue needs
 kernels of its own, as many as tiles are measured. So these come from a limited menu, while sizes
 are drawn freely. Each suite is made in two draws: the first stays as it was measured, and the
 second takes what needs kernels from the first.
@@ -55,7 +55,7 @@ GROUP_WIDTHS = (4, 8, 16, 32, 64)
 MIN_LAYERS = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCH_SHARES = (0.08, 0.04, 0.06, 0.1, 0.1, 0.16, 0.18, 0.18, 0.1)
-#: Heights of typical layers, and their (window, stride), about as often as networks have them.
+#: Heights of typical layers, and their (filter size, stride), about as often as networks have them.
 SIZES = (7, 8, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 44, 48, 56, 64, 72, 80, 96, 112)
 TYPICAL = {
     "depthwise": ((3, 1),) * 8 + ((3, 2),) * 4 + ((5, 1),) * 4 + ((5, 2),) * 2 + ((7, 1),) * 4,
@@ -100,7 +100,7 @@ _BFLOAT16, _FLOAT32, _BIAS = {"dtype": "bfloat16"}, {"dtype": "float32"}, {"bias
 _RELU, _RELU6, _SILU, _GELU, _HARDSWISH = (
     _BIAS | {"activation": name} for name in ("relu", "relu6", "silu", "gelu", "hardswish")
 )
-#: Variants of a layer of window (r, s) and a stride, other than plain float16, by kind and
+#: Variants of a layer of filter (r, s) and a stride, other than plain float16, by kind and
 #: direction: the epilogues that networks give it, and the other dtypes.
 VARIANTS: Mapping[str, Mapping[str, Mapping[tuple[int, int, int], tuple[Layer, ...]]]] = {
     "depthwise": {
@@ -312,7 +312,7 @@ def _draw(
             fields |= {"direction": direction} | _variant(kind, direction, fields, generator)
             try:
                 problem = Problem.from_json(fields)
-            except InvalidProblem:  # a window larger than the image
+            except InvalidProblem:  # a filter larger than the image
                 continue
             small = not networks and tensor_bytes(problem) < MIN_BYTES
             if problem in found or small or not in_scope(problem) or not _affordable(problem):
@@ -373,13 +373,13 @@ def _channels(width: int, generator: np.random.Generator) -> int:
 
 
 def _square(n: int, c: int, size: int, width: int, r: int, s: int, stride: int) -> Layer:
-    """Return the fields of a layer of as many filters as channels, padded by half its window."""
+    """Return the fields of a layer of as many filters as channels, padded by half its filter."""
     sizes = {"n": n, "c": c, "h": size, "w": size, "k": c, "r": r, "s": s}
     return sizes | {"stride": stride, "padding": [r // 2, s // 2], "groups": c // width}
 
 
 def coverage(kind: str, generator: np.random.Generator) -> Layer:
-    """Return a layer of no network: odd sizes, few and many channels, all kinds of windows."""
+    """Return a layer of no network: odd sizes, few and many channels, all kinds of filters."""
     multiplier, width, r, s, stride, dilation = (int(v) for v in generator.choice(COVERAGE[kind]))
     c = width * log_uniform(generator, 1, 4096 // width)
     h, w = log_uniform(generator, 4, 256), log_uniform(generator, 4, 256)
@@ -393,7 +393,7 @@ def coverage(kind: str, generator: np.random.Generator) -> Layer:
 
 
 def smoke_entries() -> tuple[Entry, ...]:
-    """Return a few small layers, measured in seconds: one of each group width, window and
+    """Return a few small layers, measured in seconds: one of each group width, filter and
     epilogue."""
     return (
         Entry(Problem(4, 256, 56, 56, 256, 3, 3, padding=1, groups=32), ("resnext101_32x8d",)),

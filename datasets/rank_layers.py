@@ -62,7 +62,7 @@ class Net:
         padding: Axes | None = None,
         causal: str = "",
     ) -> Net:
-        """Append a layer of `k` channels, padded by half its window unless `padding` is given.
+        """Append a layer of `k` channels, padded by half its filter unless `padding` is given.
 
         Args:
             norm: a batch norm follows, and the layer has no bias of its own.
@@ -154,7 +154,7 @@ class Network:
 
     Attributes:
         kind: what it is for.
-        source: the paper, or the public code, that its channels and windows are from.
+        source: the paper, or the public code, that its channels and filters are from.
         write: returns it for an input of a size, at the end of its chain.
         runs: inputs that it is run on: the batch, and the size that `write` takes.
     """

@@ -1,6 +1,6 @@
 """Networks of one spatial dimension, written down from their publications layer by layer.
 
-They follow the published architectures in channels, windows and sizes, but not in every detail.
+They follow the published architectures in channels, filters and sizes, but not in every detail.
 Products of matrices, attention and gates are left out. A length is that of the tensor that the
 first layer here reads: frames of a spectrogram, samples of sound, tokens.
 """
@@ -163,7 +163,7 @@ def hifi_gan(
     c: int, rates: Sequence[tuple[int, int]], units: Mapping[int, Sequence[Sequence[int]]],
     length: int, mels: int = 80,
 ) -> Net:  # fmt: skip
-    """`rates` are strides and windows; `units` are dilations of each residual unit by window."""
+    """`rates` are strides and filters; `units` are dilations of each residual unit by filter."""
     net = Net(mels, (length,)).conv(c, 7)
     for stride, taps in rates:
         net.up(net.c // 2, taps, stride, padding=(taps - stride) // 2)
@@ -264,7 +264,7 @@ def codec(
     c: int, rates: Sequence[int], latent: int, decoder: int, window: int, dilations: Sequence[int],
     length: int, *, causal: bool, half: bool = False,
 ) -> Net:  # fmt: skip
-    """Write encoder and decoder; a strided window is twice its stride."""
+    """Write encoder and decoder; a strided filter is twice its stride."""
     how, net = "pad" if causal else "", Net(1, (length,))
     net.conv(c, 7, causal=how)
     for stride in rates:

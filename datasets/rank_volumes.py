@@ -1,6 +1,6 @@
 """Networks of volumes and of video, written down from their publications layer by layer.
 
-They follow the published architectures in channels, windows and sizes, but not in every detail.
+They follow the published architectures in channels, filters and sizes, but not in every detail.
 Products of matrices, attention and two-dimensional layers are left out. Sizes are depth or frames,
 height, width.
 """
@@ -214,7 +214,7 @@ def bottlenecks(
     net: Net, first: Axes, middle: Axes, inner: int, k: int, depth: int, stride: int,
     *, also: Axes | None = None, depthwise: bool = False,
 ) -> Net:  # fmt: skip
-    """Append a stage of bottlenecks by their windows; `also` is that of a further middle layer."""
+    """Append a stage of bottlenecks by their filters; `also` is that of a further middle layer."""
     for number in range(depth):
         step = (1, stride, stride) if number == 0 else (1, 1, 1)
         if number == 0:
@@ -308,7 +308,7 @@ def x3d(depths: Sequence[int], size: Size) -> Net:
 def movi_net(
     stem: int, stages: Sequence[tuple[int, Sequence[int], Sequence[int]]], size: Size
 ) -> Net:
-    """`stages` have channels, expanded channels and, one a layer, the frames of a window; one of a
+    """`stages` have channels, expanded channels and, one a layer, the frames of a filter; one of a
     single frame is 5x5, others 3x3."""
     net = Net(3, size).conv(stem, (1, 3, 3), (1, 2, 2), "hardswish", norm=True)
     for level, (k, expanded, frames) in enumerate(stages):

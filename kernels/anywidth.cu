@@ -7,7 +7,7 @@
 // where k and c run over the same group. In dgrad `in` is the gradient of the layer's output and `out` that of its
 // input. In either direction a group has GIN channels of `in` and GOUT of `out`, any two numbers.
 //
-// The layer's other sizes are run-time arguments. Compile-time: the direction (DGRAD), GIN, GOUT, the window R x S,
+// The layer's other sizes are run-time arguments. Compile-time: the direction (DGRAD), GIN, GOUT, the filter R x S,
 // DOWN and STEP of each axis (inputs from one position to the next, and from one tap to the next), HALVED of each axis
 // (0: no; else how many classes of taps a lattice chooses from: 1 or 2), DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and
 // the config:
@@ -20,17 +20,17 @@
 //   STAGES                      passes in flight in shared memory
 //
 // A tile is a matrix product of each group: its pixels (rows) by taps and channels of `in` (the sum) by channels of
-// `out` (columns). The pixels and their halo lie in shared memory once, and each tap reads them at another place.
+// `out` (columns). The pixels and their halo lie in shared memory once, and each tap reads them at another offset.
 //
 //      in: tile + halo           filter of a group            out: tile
-//      8 channels a piece        8 channels a piece
+//      8 channels a chunk        8 channels a chunk
 //      +-----------+             r = 0: |s0 c0|s0 c1|s1 c0|s1 c1|s2 c0|s2 c1|        +-------+
 //      | +-------+ |       x            \____ ____/ \____ ____/ \____ ____/    -->   |       | --> staged, written
 //      | |       | |                       mma k16     mma k16     mma k16           +-------+     in whole vectors
 //      +-----------+             r = 1: ...
 //
-// A tensor-core step takes 16 terms of the sum: two pieces, neighbours in this order, though they may be of two taps.
-// ldmatrix is told where each piece lies, so that no more is padded than a group's last piece; an odd piece at the end
+// A tensor-core step takes 16 terms of the sum: two chunks, neighbours in this order, though they may be of two taps.
+// ldmatrix gets the address of each chunk, so only a group's last chunk is padded; an odd chunk at the end
 // of a filter row is a step of 8. A block goes through its tiles and, in each, through the passes. With one pass the
 // filter stays in shared memory; else each pass brings its part of it.
 //
@@ -68,11 +68,11 @@ constexpr int IN_VECTORS = PIECES * 8 / IN_VECTOR, OUT_VECTORS = N_TILES * 8 / O
 
 constexpr int GROUP_WARPS = WARPS_M * WARPS_K;
 constexpr int WARPS = BLOCK_G * GROUP_WARPS, THREADS = 32 * WARPS;
-// Odd numbers of pieces of 16 bytes: ldmatrix meets no bank twice.
+// Odd numbers of chunks of 16 bytes: ldmatrix meets no bank twice.
 constexpr int PIXEL_BYTES = 16 * (BLOCK_G * PIECES | 1);
 constexpr int OUT_BYTES = 16 * (BLOCK_G * N_TILES | 1);  // of a pixel
 // The filter of a group. fprop: a row an output channel, of all taps with PIECES each. dgrad: a row an input channel of
-// a tap, of N_TILES pieces, which ldmatrix transposes.
+// a tap, of N_TILES chunks, which ldmatrix transposes.
 constexpr int ROW_BYTES = 16 * (DGRAD ? N_TILES | 1 : R * S * PIECES | 1);
 constexpr int ROWS = DGRAD ? R * S * PIECES * 8 : N_TILES * 8;
 constexpr int TAP_BYTES = DGRAD ? PIECES * 8 * ROW_BYTES : PIECES * 16, PIECE_BYTES = DGRAD ? 8 * ROW_BYTES : 16;
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         const u32 filter_stage = (PASSES > 1 ? stage + TILE_BYTES : kept_filter) + filter_from;
         const Lattice rows = lattice_of(HALVED_H, R, STEP_H, pad_h, at.parity_h);
         const Lattice columns = lattice_of(HALVED_W, S, STEP_W, pad_w, at.parity_w);
-        // Where a piece of a filter row lies: `u` counts taps, and the pieces of a tap fastest.
+        // Where a chunk of a filter row lies: `u` counts taps, and the chunks of a tap fastest.
         const auto in_piece = [&](int u) -> u32 { return In::place(u / PIECES * STEP_W) * PIXEL_BYTES + u % PIECES * 16; };
         const auto filter_piece = [&](int u) -> u32 {
             return (columns.first + u / PIECES * columns.step) * TAP_BYTES + u % PIECES * PIECE_BYTES;
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
                 if (HALVED_W && u >= pieces) break;
                 const bool pair = u + 1 < TAPS_W * PIECES;                    // known to the compiler
                 const bool both = pair && (!HALVED_W || u + 1 < pieces);  // and for this lattice
-                // There are few distances of two neighbours: registers have these, and the rest of an address is constant.
+                // There are few distances of two neighbours: registers have these, and the others are constant.
                 const u32 in_at = in_row + in_piece(u) + (second_in && both ? in_piece(u + 1) - in_piece(u) : 0);
                 const u32 filter_at = filter_row + filter_piece(u) + (second_filter && both ? filter_piece(u + 1) - filter_piece(u) : 0);
                 u32 a[WARP_M][4];

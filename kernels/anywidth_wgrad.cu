@@ -6,7 +6,7 @@
 //
 // where k and c run over the same group, which has GOUT and GIN channels, any two numbers.
 //
-// The layer's other sizes are run-time arguments. Compile-time: GIN, GOUT, the window R x S, DOWN and STEP of each axis
+// The layer's other sizes are run-time arguments. Compile-time: GIN, GOUT, the filter R x S, DOWN and STEP of each axis
 // (inputs from one position to the next, and from one tap to the next), DTYPE, HAS_BIAS, and the config:
 //
 //   BLOCK_N, BLOCK_P, BLOCK_Q   images, rows and columns of a tile of `out_grad`
@@ -16,14 +16,14 @@
 //   STAGES                      tiles in flight in shared memory
 //
 // The sum over the pixels of a tile is a matrix product. A *unit* is a tap with 8 channels of `in`: a tile of 8 columns
-// of the product, for which the pixels of `in` are read from shared memory at the place of the tap.
+// of the product, for which the pixels of `in` are read from shared memory at the offset of the tap.
 //
 //      out_grad: tile            in: tile + halo             sums, in registers
 //      k 0 ... 15                unit 0  unit 1              unit 0   unit 1  ...
 //      +-------+ pixel 0         +-------------+             +--------+--------+
 //      |       |                 | +-------+   |      -->    | 16 x 8 | 16 x 8 |   k 0 ... 15
 //      +-------+ pixel 15        | |       |   |             +--------+--------+
-//      turned by ldmatrix        +-------------+
+//      transposed by ldmatrix    +-------------+
 //
 // Several blocks (`splits`) may share a sum, each with tiles of its own. Then each writes its sums to `partials`, and
 // depthwise_wgrad_sum adds them up in a fixed order. So the bits are the same every time.
@@ -55,7 +55,7 @@ constexpr int IN_VECTORS = PIECES * 8 / IN_VECTOR, OUT_VECTORS = K_TILES * 16 / 
 
 constexpr int GROUP_WARPS = WARPS_K * WARPS_U;
 constexpr int WARPS = BLOCK_G * GROUP_WARPS, THREADS = 32 * WARPS;
-// Odd numbers of pieces of 16 bytes: ldmatrix meets no bank twice.
+// Odd numbers of chunks of 16 bytes: ldmatrix meets no bank twice.
 constexpr int PIXEL_BYTES = 16 * (BLOCK_G * PIECES | 1), GRAD_BYTES = 16 * (BLOCK_G * K_TILES * 2 | 1);
 constexpr int TILE_BYTES = In::COUNT * PIXEL_BYTES;
 constexpr int STAGE_BYTES = TILE_BYTES + PIXELS * GRAD_BYTES;
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth_wgrad(
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     }
 
-    // Fragments are turned: a lane names a pixel, and eight of them a matrix. For the gradient, each second eight name the
+    // Fragments are transposed: a lane names a pixel, and eight lanes a matrix. For the gradient, each second eight name the
     // next 8 channels; for the input, each second eight name the next 8 pixels, and the upper half of the lanes the next unit.
     const int grad_pixel = lane % 8 + lane / 16 * 8, in_pixel = lane % 16;
     const u32 grad_from = TILE_BYTES + warp_g * K_TILES * 32 + lane / 8 % 2 * 16;

@@ -15,7 +15,7 @@
 
 typedef Vector<VECTOR> Access;
 constexpr int HALF_THREADS = THREADS / 2;
-// Floats of shared memory in which the sums of a block meet: half of the threads hand theirs to the others.
+// Floats of shared memory in which the sums of a block meet: half of the threads hand their sums to the others.
 enum { SUM_FLOATS = (2 * VECTOR + 1) * HALF_THREADS };
 static_assert(SUM_FLOATS * sizeof(float) == HOST_SUM_BYTES, "the host sizes shared memory otherwise");
 
@@ -199,7 +199,7 @@ __device__ __forceinline__ float* total(float* partials, const Place& place, int
     return partials + (2 * static_cast<i64>(place.splits) + which) * place.channels + place.channel;
 }
 
-// A split's sums, seen by the blocks that are told so afterwards.
+// A split's sums, visible to the blocks that learn of it afterwards.
 __device__ __forceinline__ void put_partial(const Pair& pair, const Place& place, float* partials) {
     if (place.row == 0 && place.active) {
         put(partial(partials, place, 0, place.split), pair.a);

@@ -21,7 +21,7 @@ typedef long long i64;
 #define ACTIVATION_RELU6 4
 #define ACTIVATION_HARDSWISH 5
 
-// How the blocks that share sums of a filter's gradient add them up, as a kernel is told by `reduction`; the
+// How the blocks that share sums of a filter's gradient add them up, by the argument `reduction`; the
 // numbers are those of confpred/families/common.py.
 enum { DIRECT, TWO_KERNELS, LAST_BLOCK, ATOMIC };
 

@@ -7,7 +7,7 @@
 // In dgrad `in` is the gradient of the layer's output and `out` that of its input. Here `k` counts the channels of
 // `out` in both directions, and CIN those of `in`.
 //
-// The layer's other sizes are run-time arguments. Compile-time: the direction (DGRAD), CIN, the window R x S, the
+// The layer's other sizes are run-time arguments. Compile-time: the direction (DGRAD), CIN, the filter R x S, the
 // strides STRIDE_H and STRIDE_W, DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   BLOCK_N, BLOCK_P, BLOCK_Q   images, rows and columns of a tile of `out`
@@ -57,9 +57,9 @@ constexpr int DOWN_H = DGRAD || R == 1 ? 1 : STRIDE_H, DOWN_W = DGRAD || S == 1 
 constexpr int TAPS_H = HALVED_H ? (R + 1) / 2 : R, TAPS_W = HALVED_W ? (S + 1) / 2 : S;  // of a lattice, at most
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_K;
-constexpr int CHUNKS = CIN / 8;                         // 16-byte pieces of a pixel of `in`
+constexpr int CHUNKS = CIN / 8;                         // 16-byte chunks of a pixel of `in`
 constexpr int K_STEPS = (CIN + 15) / 16;                // steps of 16 channels
-constexpr int PIXEL_BYTES = 16 * (2 * K_STEPS | 1);     // an odd number of pieces: ldmatrix meets no bank twice
+constexpr int PIXEL_BYTES = 16 * (2 * K_STEPS | 1);     // an odd number of chunks: ldmatrix meets no bank twice
 constexpr int TILE_H = DOWN_H * (BLOCK_P - 1) + TAPS_H, TILE_W = DOWN_W * (BLOCK_Q - 1) + TAPS_W;
 constexpr int TILE_PIXELS = BLOCK_N * TILE_H * TILE_W;
 constexpr int TILE_BYTES = TILE_PIXELS * PIXEL_BYTES;

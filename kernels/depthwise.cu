@@ -7,11 +7,11 @@
 //   UP * (y + origin) = DOWN * (p + shift) + DILATION * r
 //
 // Forward: UP = 1, DOWN = the stride, origin = the padding, shift = 0; m is the channel multiplier.
-// Input gradient: `in` is the output's gradient, the filter is turned by 180 degrees (FLIP), UP = the
+// Input gradient: `in` is the output's gradient, the filter is rotated by 180 degrees (FLIP), UP = the
 // stride, DOWN = 1. The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that it is known at
 // compile time which taps meet which output of a tile, and no product with zero is computed.
 //
-// The layer's sizes are run-time arguments. Compile-time: the window R x S, UP, DOWN, DILATION, FLIP,
+// The layer's sizes are run-time arguments. Compile-time: the filter R x S, UP, DOWN, DILATION, FLIP,
 // DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, REPEAT (output channels of a thread that share an input
 // channel), and the config:
 //

@@ -4,7 +4,7 @@
 //   out[n, y, x, c] = activation(residual[n, y, x, c] + bias[c]
 //                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
 //
-// Input gradient: `in` is the output's gradient, the filter is turned by half a turn (FLIP), and the
+// Input gradient: `in` is the output's gradient, the filter is rotated by half a turn (FLIP), and the
 // padding is R - 1 and S - 1 less the layer's.
 //
 // Within one channel and one filter row, eight neighbouring outputs are the product of the 16 input
@@ -23,7 +23,7 @@
 // are a run: they lie in one row of columns in shared memory, where the rows of A overlap. Runs, bands and
 // images are one count, so that 16 strips may be one row of a large image or rows of 16 small images.
 //
-// The layer's sizes are run-time arguments. Compile-time: the window R x S, FLIP, DTYPE, ACTIVATION,
+// The layer's sizes are run-time arguments. Compile-time: the filter R x S, FLIP, DTYPE, ACTIVATION,
 // HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   BLOCK_C, STRIPS      channels and strips of a block
@@ -81,7 +81,7 @@
 
 constexpr int SPAN = (S + 14) / 8;     // eights of input columns that eight outputs are made of
 constexpr int UNITS = RUN + SPAN - 1;  // eights of input columns of a run; 16 bytes each in a plane
-constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the rest stay zero
+constexpr int IN_X = 8 * RUN + S - 1;  // input columns that a run needs; the others stay zero
 
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + SPAN - 1 : 0> In;
 typedef Planes<RUN, 8 * RUN, IDLE> Out;

@@ -7,7 +7,7 @@
 
 constexpr int TILES = WARP_STRIPS / 16;  // tiles of a warp: 16 strips are a tensor-core operand
 constexpr int THREADS = BLOCK_C / WARP_C * (STRIPS / WARP_STRIPS) * 32;
-constexpr int GROUPS = BLOCK_C / 8;      // 16-byte pieces of a pixel
+constexpr int GROUPS = BLOCK_C / 8;      // 16-byte chunks of a pixel
 constexpr int RUNS = STRIPS / RUN;       // of a block
 constexpr int IDLE = STRIPS % RUN;       // strips left over: they compute what nobody reads
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void join(const u32 (&pairs)[8], uint4 (&pixels)[2]) 
 
 // The planes of a step's rows: [row][8 channels][channel][run][column], with UNITS eights of columns for each
 // run. Planes of 8 channels follow one another at 32 / GROUPS words more than a multiple of all banks, so that
-// the threads of a warp, which store neighbouring pairs of GROUPS pieces, meet no bank twice. Neither does
+// the threads of a warp, which store neighbouring pairs of GROUPS chunks, meet no bank twice. Neither does
 // ldmatrix where runs are of 1 or 8 strips; with other runs two strips of eight may share banks. Behind all
 // runs there are SPARE eights of columns, which idle strips read.
 template <int UNITS, int COLUMNS, int SPARE>
@@ -117,7 +117,7 @@ __device__ __forceinline__ bool is_item(int item, int total) {
     return (item + 1) * THREADS <= total || threadIdx.x + item * THREADS < total;
 }
 
-// A row of input overlaps R rows; what belongs to them lies in a ring of R places, so that nothing moves from
+// A row of input overlaps R rows; what belongs to them lies in a ring of R slots, so that nothing moves from
 // row to row. Row t finds at ring(r, t) what belongs to filter row r. Code in which t is a constant repeats
 // every PERIOD steps; each of these is a phase.
 constexpr int PERIOD = ROWS % 2 == 0 && R % 2 == 0 ? R / 2 : R;

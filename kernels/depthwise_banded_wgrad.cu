@@ -6,7 +6,7 @@
 //
 // Within one channel and one filter row, 16 input columns of 16 strips times 8 gradient columns of the
 // same strips make a 16 x 8 matrix; tap s of the filter's gradient is the sum of its diagonal x - q = s, and the
-// rest is computed and dropped. So windows are up to 9 wide.
+// others are computed and dropped. So filters are up to 9 wide.
 //
 //                    strip 0 ... 15                     q = 0 ... 7
 //        column 0  |               |    strip 0   |                |         | s0              |
@@ -24,7 +24,7 @@
 //                        +---- gradient row i - 2  --> sums of filter row 2    (leaves after it)
 //
 // Steps run through from one tile to the next, so that loads are always under way. At the end the
-// block adds the sums of its diagonals and of the warps of a channel, and the blocks add theirs as
+// block adds the sums of its diagonals and of the warps of a channel, and the blocks add their sums as
 // `reduction` says:
 //
 //   DIRECT       one block has all: it writes the result
@@ -55,7 +55,7 @@
 #include "depthwise_banded.cuh"
 
 constexpr int UNITS = RUN + 1;          // eights of input columns of a run; 16 bytes each in a plane
-constexpr int IN_X = 8 * RUN + S - 1;   // input columns that a run needs; the rest stay zero
+constexpr int IN_X = 8 * RUN + S - 1;   // input columns that a run needs; the others stay zero
 constexpr int SUMS = R * S + HAS_BIAS;  // of a channel
 
 typedef Planes<UNITS, IN_X, IDLE ? IDLE + 1 : 0> In;  // idle strips are zeros, so add nothing
@@ -64,7 +64,7 @@ typedef Planes<RUN, 8 * RUN, IDLE> Grad;
 constexpr int STAGE = In::STAGE + Grad::STAGE;  // bytes of a step's pairs as they come from memory
 constexpr int MATRIX = 16 * 9;  // floats of a 16 x 8 matrix in shared memory, on whose diagonals banks differ
 
-// Bytes of two steps' planes of either kind and of what is copied ahead; and of what takes their place after
+// Bytes of two steps' planes of either kind and of what is copied ahead; and of what replaces them after
 // the last step, a matrix a warp and the sums.
 enum {
     PLANES = 2 * (In::BUFFER + Grad::BUFFER) + STAGES * STAGE,

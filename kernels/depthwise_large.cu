@@ -4,7 +4,7 @@
 //   out[n, y, x, c] = activation(residual[n, y, x, c] + bias[c]
 //                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
 //
-// Input gradient: `in` is the output's gradient, the filter is turned by half a turn (FLIP), and the
+// Input gradient: `in` is the output's gradient, the filter is rotated by half a turn (FLIP), and the
 // padding is R - 1 and S - 1 less the layer's.
 //
 // Within one channel and one filter row, eight neighbouring outputs of 16 rows are the product of the input
@@ -48,7 +48,7 @@
 //
 // A block goes through all filter rows in parts. Between two barriers it brings in the next PART rows of the input
 // and of the filter; then its warps multiply. Other blocks of the multiprocessor multiply meanwhile. Steps and
-// columns in which the whole block reads padding are left out. At the end the results take the place of the
+// columns in which the whole block reads padding are left out. At the end the results replace the
 // ring, to be stored with the channels of a pixel together.
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of outputs of its channel within 16 columns of
@@ -76,7 +76,7 @@ constexpr int PITCH = 32 * PAIRS + 16;            // bytes of a row; ldmatrix me
 constexpr int RING = STRIP + PART / TILES_M - 1;  // rows of one remainder of TILES_M
 constexpr int IMAGE = TILES_M * RING * PITCH;     // bytes
 constexpr int CHANNEL = IMAGES * IMAGE;
-constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;  // neighbouring pieces of a pixel meet no bank twice
+constexpr int GROUP = 8 * CHANNEL + 128 / GROUPS;  // neighbouring chunks of a pixel meet no bank twice
 constexpr int TAPS = 8 * SPAN + 8;                // of a filter row with zeros on both sides
 constexpr int OUT_PITCH = 16 * (TILES_N | 1);     // bytes of a row of results
 

@@ -5,7 +5,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int GROUPS = BLOCK_C / 8;  // pieces of 8 channels of a pixel
+constexpr int GROUPS = BLOCK_C / 8;  // chunks of 8 channels of a pixel
 enum { THREADS = 32 * BLOCK_C };
 
 static_assert(BLOCK_C % 8 == 0 && 8 % VEC == 0, "8 channels are a row of a transposed block");

@@ -19,7 +19,7 @@
 //
 // Threads of a block run along channels first (lanes_c of them), then along the R filter rows, then along output
 // rows, images and rows in one count, which `splits` blocks share. At the end the block adds the sums of its output
-// rows in shared memory, filter column by filter column, and the blocks add theirs as `reduction` says:
+// rows in shared memory, filter column by filter column, and the blocks add their sums as `reduction` says:
 //
 //   DIRECT       one block has all: it writes the result
 //   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order

@@ -3,12 +3,12 @@
 //   filter_grad[c, r, s] = sum over n, p, q of out_grad[n, p, q, c] * in[n, STRIDE * p - pad + DILATION * r, ..., c]
 //   bias_grad[c]         = sum over n, p, q of out_grad[n, p, q, c]
 //
-// The layer's sizes are run-time arguments. Compile-time: the window R x S, STRIDE, DILATION, DTYPE,
+// The layer's sizes are run-time arguments. Compile-time: the filter R x S, STRIDE, DILATION, DTYPE,
 // HAS_BIAS, and the config:
 //
 //   VEC       channels of a thread: one access to memory
 //   TILE_Q    output columns of a thread
-//   BLOCK_R   filter rows of a thread; ROW_GROUPS threads share a window that has more
+//   BLOCK_R   filter rows of a thread; ROW_GROUPS threads share a filter that has more
 //   PREFETCH  steps by which both images are loaded ahead of their arithmetic, into registers
 //
 // A thread owns VEC channels and BLOCK_R x S taps, whose sums stay in its registers, and goes through
@@ -22,7 +22,7 @@
 //
 // Threads of a block run along channels first (lanes_c of them), then row groups, then tiles.
 // At the end the block adds its threads' sums in shared memory, and the blocks (`splits` of them
-// share a channel) add theirs in the way that the argument `reduction` says:
+// share a channel) add their sums as the argument `reduction` says:
 //
 //   DIRECT       one block has all: it writes the result
 //   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
@@ -55,7 +55,7 @@ constexpr int ROW_GROUPS = ceil_div(R, BLOCK_R);
 constexpr int DEPTH = DILATION_H * (BLOCK_R - 1) / STRIDE_H + 1;
 constexpr int IN_X = STRIDE_W * (TILE_Q - 1) + DILATION_W * (S - 1) + 1;  // input columns of a tile
 enum { THREAD_FLOATS = S * VEC };  // of shared memory: a thread's sums of one filter row
-// The window slides by renaming registers within an unrolled turn, and by moves from one to the next.
+// The sliding window moves by renaming registers within an unrolled turn, and by moves from one to the next.
 constexpr int PRODUCTS = BLOCK_R * S * TILE_Q * VEC * PREFETCH;
 constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 1024 ? DEPTH : PRODUCTS <= 512 ? 2 : 1);
 

@@ -142,7 +142,7 @@ struct Samples {
     u32* tickets;
 
     __device__ __forceinline__ Place place_of(const Place& place) const {
-        Place all = place;  // the samples in the place of splits
+        Place all = place;  // the samples in place of splits
         all.splits = samples;
         all.split = sample;
         return all;

@@ -9,7 +9,7 @@
 // Groups of fewer than 8 channels are computed 8 channels at a time, with a filter that is zero
 // between different groups (so that a NaN or an infinity spreads over those 8).
 //
-// The layer's sizes are run-time arguments. Compile-time: the direction (DGRAD), the filter window
+// The layer's sizes are run-time arguments. Compile-time: the direction (DGRAD), the filter size
 // R x S, the group width GW, STRIDE_H, STRIDE_W, DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and the
 // config:
 //
@@ -37,11 +37,11 @@
 //   fprop, stride 2: an input row meets every second filter row.
 //        input row 2i     ----+---- filter rows 0, 2 --> output rows i, i - 1
 //        input row 2i + 1 ----+---- filter row 1     --> output row i
-//   dgrad, stride 1: fprop with the filter turned by half a turn and transposed in each group.
+//   dgrad, stride 1: fprop with the filter rotated by half a turn and transposed in each group.
 //   dgrad, stride 2: an input row opens two output rows and finishes two; an input pixel feeds the
 //        even output columns through one half of the filter columns and the odd ones through the
 //        other. Nothing is multiplied with inserted zeros.
-//        input row i      ----+---- filter rows 0, 1, 2 (turned) --> output rows 2i + 1, 2i, 2i - 1
+//        input row i      ----+---- filter rows 0, 1, 2 (rotated) --> output rows 2i + 1, 2i, 2i - 1
 //
 // Dilation changes only the grid: rows (and columns) of a dilated layer fall into interleaved lattices, each an
 // undilated layer of its own. A block computes one lattice, in steps of several rows.
@@ -73,8 +73,8 @@ constexpr int DOWN_H = DGRAD ? 1 : STRIDE_H, UP_H = DGRAD ? STRIDE_H : 1;
 constexpr int DOWN_W = DGRAD ? 1 : STRIDE_W, UP_W = DGRAD ? STRIDE_W : 1;
 
 constexpr int THREADS = 32 * WARPS_C * WARPS_M;
-constexpr int CHUNKS = BLOCK_C / 8;              // 16-byte pieces of a pixel
-constexpr int PIXEL_BYTES = 16 * (CHUNKS | 1);   // an odd number of pieces: ldmatrix meets no bank twice
+constexpr int CHUNKS = BLOCK_C / 8;              // 16-byte chunks of a pixel
+constexpr int PIXEL_BYTES = 16 * (CHUNKS | 1);   // an odd number of chunks: ldmatrix meets no bank twice
 // A shift is a distance, in input columns, between an output pixel and one that it is made from.
 // With UP_W = 2 each serves two filter columns: one for the even output columns, one for the odd ones.
 constexpr int SHIFTS = (S + UP_W - 1) / UP_W;
@@ -105,7 +105,7 @@ enum {
     SMEM_BYTES = STAGES * (STAGE_BYTES + (HAS_RESIDUAL ? OUT_BYTES : 0)) + OUT_ROWS * OUT_BYTES +
                  (FILTER_STAGED ? BLOCK_C * FILTER_BYTES : 0)
 };
-constexpr int PASS_BYTES = THREADS / CHUNKS * PIXEL_BYTES;  // between the pieces that a thread copies
+constexpr int PASS_BYTES = THREADS / CHUNKS * PIXEL_BYTES;  // between the chunks that a thread copies
 constexpr int LOADS = (BLOCK_N * ROW_X * CHUNKS + THREADS - 1) / THREADS;
 constexpr int STORES = (OUT_PIXELS * CHUNKS + THREADS - 1) / THREADS;
 

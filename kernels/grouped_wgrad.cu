@@ -5,7 +5,7 @@
 //   y = p * stride_h - pad_h + r * dilation_h,  x = q * stride_w - pad_w + s * dilation_w
 //
 // where k and c run over the same group of GW channels. The layer's sizes are run-time arguments.
-// Compile-time: the window R x S, GW, STRIDE_H, STRIDE_W, DILATION_W, DTYPE, HAS_BIAS, and the config:
+// Compile-time: the filter R x S, GW, STRIDE_H, STRIDE_W, DILATION_W, DTYPE, HAS_BIAS, and the config:
 //
 //   BLOCK_N, BLOCK_Q   images and output columns of a block's tile: one *pixel row* is
 //                      BLOCK_N * BLOCK_Q output pixels, cut in 16-pixel tiles for the tensor cores
@@ -33,8 +33,8 @@
 // meets, and so that the next image finds the buffer empty. The accumulators stay in registers from the
 // first step to the last.
 //
-// A vertical dilation needs no code: the rows that a dilated window touches form a lattice, and on it
-// the window is not dilated. One gradient image is `phases` such lattices, walked one after another.
+// A vertical dilation needs no code: the rows that a dilated filter touches form a lattice, and on it
+// the filter is not dilated. One gradient image is `phases` such lattices, walked one after another.
 //
 // The blocks' sums are added in one of four ways, `reduction`:
 //   DIRECT       there is one block for each tile of the filter: it writes the result;
@@ -66,14 +66,14 @@ constexpr int BLOCK_C = GW > BLOCK_K ? GW : BLOCK_K;  // input channels of a blo
 constexpr int WARP_N = WARP_K / 8;                    // tensor-core tiles of 8 gradient channels
 constexpr int WARPS_C = NARROW ? 1 : GW / 16;         // warps that share gradient channels: 16 input channels each
 constexpr int WARPS_K = BLOCK_K / WARP_K;
-// Warps that share filter columns, where the registers of one do not hold all of a large window.
+// Warps that share filter columns, where the registers of one do not hold all of a large filter.
 constexpr int WARPS_S = !NARROW && R * S > 27 ? 2 : 1, WARP_S = (S + WARPS_S - 1) / WARPS_S;
 constexpr int THREADS = 32 * WARPS_K * WARPS_C * WARPS_S * WARPS_M;
 constexpr int LIVE = (R + STRIDE_H - 1) / STRIDE_H;   // gradient rows that an input row overlaps
 constexpr int M = BLOCK_N * BLOCK_Q;
 constexpr int M_TILES = (M + 15) / 16;
 constexpr int WARP_TILES = M_TILES / WARPS_M;
-// An odd number of 16-byte pieces a pixel: ldmatrix meets no bank twice.
+// An odd number of 16-byte chunks a pixel: ldmatrix meets no bank twice.
 constexpr int IN_CHUNKS = BLOCK_C / 8, IN_PIXEL = 16 * (IN_CHUNKS | 1);
 constexpr int GRAD_CHUNKS = BLOCK_K / 8, GRAD_PIXEL = 16 * (GRAD_CHUNKS | 1);
 constexpr int ROW_X = (BLOCK_Q - 1) * STRIDE_W + (S - 1) * DILATION_W + 1;  // input columns of BLOCK_Q outputs
@@ -91,7 +91,7 @@ constexpr int ROW_PAIRS = (LIVE + 1) / 2;
 constexpr int TAP_VECTORS = BLOCK_K * GW / 4;
 constexpr int FILTER_VECTORS = R * S * TAP_VECTORS;
 constexpr int VECTORS = FILTER_VECTORS + (HAS_BIAS ? BLOCK_K / 4 : 0);
-// Shared memory holds the stages, and after the last step the sums in their place.
+// Shared memory holds the stages, and after the last step the sums in place of them.
 enum { SMEM_BYTES = STAGES * STAGE_BYTES > VECTORS * 16 ? STAGES * STAGE_BYTES : VECTORS * 16 };
 
 static_assert(M_TILES % WARPS_M == 0 && BLOCK_K % WARP_K == 0, "warps must divide the tile");
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             const u32 to = stages + slot * STAGE_BYTES;
 #pragma unroll
             for (int i = 0; i < STRIDE_H; ++i) {
-                // Past the last gradient row, only rows that its window still reaches take part.
+                // Past the last gradient row, only rows that its filter taps still reach take part.
                 if (y >= 0 && y < h && (row < row_end || (row - row_end + 1) * STRIDE_H + i < R)) {
                     inside |= 1u << i;
 #pragma unroll

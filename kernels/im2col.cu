@@ -1,10 +1,10 @@
-// Copies the window of each output pixel into a row, so that a convolution becomes a product of matrices.
+// Copies the input patch of each output pixel into a row, so that a convolution becomes a product of matrices.
 //
 //   rows[pixel][g][r][s][c] = in[n][p * stride_h - pad_h + r * dilation_h][q * stride_w - ...][g * width + c]
 //
 // or zero where that is outside of the image; in is N H W C, pixel = n, p, q of `images` images from `first`
 // on, and width = C / groups. It is bound by memory. A thread owns VECTOR neighbouring channels of a row and
-// divides once to know where in the window they are; then it walks over pixels, with IN_FLIGHT of them under
+// divides once to know where in the patch they are; then it walks over pixels, with IN_FLIGHT of them under
 // way:
 //
 //                 columns: the vectors of a row
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) im2col(
     }
 }
 
-// The way back, of gradients: each element of an image sums what its copies in the rows of all windows hold,
+// The way back, of gradients: each element of an image sums what its copies in the rows of all patches hold,
 //
 //   in_grad[n][y][x][g * width + c] = sum of rows[pixel][g][r][s][c] over the pixels and r, s that read y, x
 //

@@ -1,5 +1,5 @@
 // Depthwise 1-D convolution of contiguous rows, (N, C, W), in float32 arithmetic: the output, or the gradient of the
-// input, which is the same with the filter turned round (FLIP).
+// input, which is the same with the filter rotated (FLIP).
 //
 //   out[n, k, o] = activation(bias[k] + residual[n, k, o] + sum over s of in[n, k / multiplier, y] * filter[k, s])
 //
@@ -9,7 +9,7 @@
 //   lanes    threads side by side along a row; the block's others take the next rows
 //   turns    tiles of a thread, one after the other, `lanes` tiles apart
 //
-// A thread loads the whole window of a tile, then adds it up; neighbours read what they share from the L1 cache. What
+// A thread loads all inputs of a tile, then adds it up; neighbours read what they share from the L1 cache. What
 // bounds it is memory: a row is read once and written once from there, in accesses of 16 bytes where the rows' lengths
 // allow. Where they do not (OUT_VEC), a block's outputs go through shared memory, so that a warp's stores are one run.
 //

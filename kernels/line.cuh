@@ -17,10 +17,10 @@
 #pragma once
 #include "depthwise.cuh"
 
-constexpr int LAST = (DOWN * (TILE - 1) + DILATION * (S - 1) + PHASE) / UP;  // element of the window
+constexpr int LAST = (DOWN * (TILE - 1) + DILATION * (S - 1) + PHASE) / UP;  // element of the span
 constexpr int VECTORS = LAST / IN_VEC + 1;
 
-// The element of the window that output `j` of the tile reads at a tap; -1 for none.
+// The element of the span that output `j` of the tile reads at a tap; -1 for none.
 __device__ __forceinline__ constexpr int element_of(int j, int tap) {
     const int reached = DOWN * j + DILATION * tap + PHASE;
     return reached % UP ? -1 : reached / UP;
@@ -50,7 +50,7 @@ struct Window {
         return element_to_float(reinterpret_cast<const Element*>(&parts[element / IN_VEC])[element % IN_VEC]);
     }
 
-    // `y0` is of the window's first element in a `row` of `w` elements; zeros stand for what lies outside.
+    // `y0` is of the span's first element in a `row` of `w` elements; zeros stand for what lies outside.
     __device__ __forceinline__ void load(const Element* row, int y0, int w) {
         for_each_read([&](int v) {
             const int y = y0 + v * IN_VEC;

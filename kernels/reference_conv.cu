@@ -8,7 +8,7 @@
         int stride_d, int stride_h, int stride_w, int pad_d, int pad_h, int pad_w, int dilation_d,           \
         int dilation_h, int dilation_w, int channels_first
 
-// An element's place in an image of `depth` x `height` x `width` places and `channels` channels.
+// An element's offset in an image of `depth` x `height` x `width` positions and `channels` channels.
 struct Place {
     int image, channel, d, h, w;
 };
@@ -31,7 +31,7 @@ __device__ i64 index_of(Place at, int channels, int depth, int height, int width
     return channels_first ? index : index * channels + at.channel;
 }
 
-// Which place of the output reads `in` at a tap; -1 for none.
+// Which position of the output reads `in` at a tap; -1 for none.
 __device__ int reader_of(int in, int tap, int stride, int pad, int dilation, int count) {
     const int reached = in + pad - tap * dilation;
     return reached < 0 || reached % stride || reached / stride >= count ? -1 : reached / stride;
@@ -85,7 +85,7 @@ extern "C" __global__ void reference_conv_in_grad(Real* in_grad, const Element* 
     in_grad[index] = activated(sum);
 }
 
-// Places of the output that slice blockIdx.y sums over, of all images.
+// Positions of the output that slice blockIdx.y sums over, of all images.
 #define SLICE(place)                                                                                        \
     const i64 places = static_cast<i64>(n) * z * p * q, slice = (places + gridDim.y - 1) / gridDim.y;       \
     for (i64 place = blockIdx.y * slice; place < min(places, (blockIdx.y + 1) * slice); ++place)

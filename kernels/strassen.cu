@@ -11,14 +11,14 @@
 //
 // FROM     what is read: MATRIX, or PRODUCTS: M1 to M7, each half_rows x half_columns
 // TO       what is written: MATRIX, or LEFT or RIGHT: the seven left factors, or the right ones, these of the
-//          weights as they are (features after x features before), so that quarters 12 and 21 change places
+//          weights as they are (features after x features before), so that quarters 12 and 21 are exchanged
 //
 // Arithmetic is in float32, rounded once. A thread owns VECTOR neighbouring columns of all quarters, so that
 // every value is read once and written once:
 //
 //      |<- half_columns ->|
 //   ---+------------------+------------------+
-//    ^ |  .. [t] ..       |  .. [t] ..       |    thread t: the same place in each quarter
+//    ^ |  .. [t] ..       |  .. [t] ..       |    thread t: the same position in each quarter
 //      |        11        |        12        |
 //   ---+------------------+------------------+
 //      |  .. [t] ..       |  .. [t] ..       |

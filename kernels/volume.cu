@@ -2,12 +2,12 @@
 //
 //   out[n, o, k] = activation(residual[n, o, k] + bias[k] + sum over taps of in[n, y, k / m] * filter[k, tap])
 //
-// where o, y and tap are places of three axes: input y meets output o at a tap when, along each of these,
+// where o, y and tap are positions on three axes: input y meets output o at a tap when, along each of these,
 //
 //   UP * (y + origin) = DOWN * (o + shift) + DILATION * tap
 //
 // Forward: UP = 1, DOWN = the stride, origin = the padding, shift = 0; m is the channel multiplier.
-// Input gradient: `in` is the output's gradient, the filter is turned round (FLIP), UP = the stride, DOWN = 1.
+// Input gradient: `in` is the output's gradient, the filter is rotated (FLIP), UP = the stride, DOWN = 1.
 // The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that it is known at compile time which
 // taps meet which output of a tile, and no product with zero is computed.
 //
@@ -20,7 +20,7 @@
 //   FILTER_SHARED   the filter stays in shared memory (1) or in registers (0), in float32
 //   PLANE_AHEAD     the input is loaded a step (1) or a row (0) ahead of its arithmetic, into registers
 //
-// A thread owns VEC channels and TILE_P x TILE_Q places of a plane, and walks down a band of output planes. Each
+// A thread owns VEC channels and TILE_P x TILE_Q pixels of a plane, and walks down a band of output planes. Each
 // row of an input plane is loaded and converted once, and meets all outputs that it overlaps: those of the
 // tile's rows, in DEPTH groups of UP_D planes of accumulators, which move down by one group a step. (The move is
 // free: the first product of a step reads one group's register and writes the next one's.)

@@ -3,7 +3,7 @@
 //   filter_grad[k, tap] = sum over n, o of out_grad[n, o, k] * in[n, STRIDE * o - pad + DILATION * tap, k / m]
 //   bias_grad[k]        = sum over n, o of out_grad[n, o, k]
 //
-// where o and tap are places of three axes, and m is the channel multiplier. The layer's sizes are run-time
+// where o and tap are positions on three axes, and m is the channel multiplier. The layer's sizes are run-time
 // arguments. Compile-time, of each axis: WINDOW, STRIDE, DILATION; DTYPE, HAS_BIAS, REPEAT (output channels of a
 // thread that share an input channel), MAX_REGISTERS (of a thread), and the config:
 //
@@ -13,7 +13,7 @@
 //   PLANE_AHEAD     the input is loaded a step (1) or a row (0) ahead of its arithmetic, into registers
 //
 // A thread owns VEC channels and BLOCK_T planes of the filter, whose sums stay in its registers, and goes through
-// tiles of the images: TILE_P x TILE_Q places of a band of output planes. It walks down such a tile; each row of
+// tiles of the images: TILE_P x TILE_Q pixels of a band of output planes. It walks down such a tile; each row of
 // an input plane is loaded and converted once, and meets the DEPTH output planes that it overlaps, a sliding
 // window in registers. STRIDE = DILATION = 1, BLOCK_T = 3:
 //

@@ -159,7 +159,7 @@ def pin() -> None:
 def run_turns(
     python: str, arguments: argparse.Namespace, problems: Mapping[str, Sequence[Problem]]
 ) -> Turn:
-    """One turn in a process of `python`, told the problems so that both checkouts get the same."""
+    """One turn in a process of `python`, which gets the same problems for both checkouts."""
     told = {kind: [str(problem) for problem in some] for kind, some in problems.items()}
     command = [python, __file__, "--turn", "--device", arguments.device]
     if arguments.model and python == sys.executable:

@@ -171,7 +171,7 @@ def our_call(
 
 
 def compare(row: dict[str, Any], bandwidth: float, evict: Any) -> dict[str, Any]:
-    """Return the times of one problem in this process, in milliseconds: ours, ours again and
+    """Return the times of one problem in this process, in milliseconds: confpred's twice and
     cuDNN's."""
     from confpred.cuda import driver
     from confpred.measure import pytorch as operator
@@ -251,8 +251,8 @@ def run_mode(mode: str, rows: list[dict[str, Any]], seconds: float) -> dict[str,
 def joined(row: dict[str, Any], times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One problem of the result, made from what both processes measured.
 
-    Where the choice is ours, each process compares it with its own cuDNN, and the smaller ratio
-    counts.
+    Where a confpred kernel is chosen, each process compares it with its own cuDNN, and the smaller
+    ratio counts.
     """
     cudnn = {f"cudnn_{mode}_ms": times[mode]["cudnn_ms"] for mode in MODES}
     floor = times["heuristics"]["floor_ms"]

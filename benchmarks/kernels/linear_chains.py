@@ -34,7 +34,7 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (1, 8, 32, 128, 512)
 LAYERS = (1, 4, 8)
 PRECISIONS = ("float32", "tf32", "float16")
-#: The ways: PyTorch's operators as they are called, and those of ours.
+#: The ways: PyTorch's operators as they are called, and confpred's.
 EAGER = "pytorch"
 FAMILIES: dict[str, Family] = {"epilogue": epilogue.FAMILY, "strassen": strassen.FAMILY}
 QUICK_WIDTHS, QUICK_BATCHES = (512, 2048), (8, 512)
@@ -66,7 +66,7 @@ def precision_of(problem: LinearChain) -> str:
 
 
 def candidates(problem: LinearChain) -> Iterator[tuple[str, Family, int]]:
-    """Yield the ways of ours, by name; of a family the first config that is legal."""
+    """Yield confpred's ways, by name; of a family the first config that is legal."""
     for name, family in FAMILIES.items():
         legal = family.legal(problem, get_device("h100"))
         if legal.any():

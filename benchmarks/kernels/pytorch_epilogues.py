@@ -8,7 +8,7 @@ with bias, residual and activation as `confpred.optimize` fuses them. Ways:
 
     epilogue   PyTorch's convolution, then one kernel of confpred's for all that follows
     cudnn      ``cudnn_convolution_relu`` or ``cudnn_convolution_add_relu``
-    pixel      the product in the place of a convolution of one pixel an image
+    pixel      the product in place of a convolution of one pixel an image
     gemm       ``addmm`` or ``_addmm_activation`` of a 1 x 1 filter, with bias and ReLU inside
 
 Times are of a CUDA graph of several calls, interleaved in rounds; the median. ``again`` is

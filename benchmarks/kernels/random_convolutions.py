@@ -292,7 +292,7 @@ def checked(case: Case, device: str) -> dict[str, Any]:
     error, is_right = 0.0, True
     for a, b, right in zip(mine, theirs, exact, strict=True):
         if a.dtype is not b.dtype or a.shape != b.shape:
-            raise TypeError(f"{a.dtype} {a.shape} in the place of {b.dtype} {b.shape}")
+            raise TypeError(f"{a.dtype} {a.shape} in place of {b.dtype} {b.shape}")
         own, off = distance(b, right), distance(a, right)
         error = max(error, off)
         is_right &= off <= max(ALLOWED[case.dtype], TIMES * own)
@@ -305,7 +305,7 @@ def checked(case: Case, device: str) -> dict[str, Any]:
 
 @contextmanager
 def listening(served: list[bool]) -> Iterator[None]:
-    """Note each launch that is looked up inside the block: whether it is a chosen one."""
+    """Record each launch that is looked up inside the block: whether it is a chosen one."""
     from confpred.pytorch.run import convolve, loading
 
     find = convolve._find

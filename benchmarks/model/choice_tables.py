@@ -90,24 +90,6 @@ def _answers(result: dict[str, Any]) -> Rows:
     return {name: (cell,) for name, cell in rows.items()}
 
 
-def thinning(results: Results) -> str:
-    """Tabulate the regret that an oracle of few configs would show."""
-    return side_by_side(
-        "configs measured",
-        ("geomean", "p95"),
-        {device: _thinning(result) for device, result in results.items()},
-    )
-
-
-def _thinning(result: dict[str, Any]) -> Rows:
-    found = result.get("holdout")
-    if found is None:
-        return {}
-    rows = {f"{k} random ones a family": pair for k, pair in found["thinned"].items()}
-    rows["all"] = [found["ours"][key] for key in ("geomean", "p95")]
-    return {name: [f"{value:.3f}" for value in pair] for name, pair in rows.items()}
-
-
 def methods(results: Results) -> str:
     """Tabulate the cross-validated regret of the model and of each baseline."""
     keys = ("geomean", "p95", "worst")
@@ -130,23 +112,6 @@ def _named(method: str, methods: Mapping[str, Any]) -> str:
         return method
     names = {"model": "model, part of the configs", "no portfolio": "model, all configs"}
     return names.get(method, method)
-
-
-def families(results: Results) -> str:
-    """Tabulate the cross-validated regret of the model, family by family."""
-    return side_by_side(
-        "kernel family",
-        ("problems", "geomean", "p95"),
-        {device: _families(result["families"]) for device, result in results.items()},
-    )
-
-
-def _families(found: dict[str, dict[str, Any]]) -> Rows:
-    models = {name: m.get("no portfolio", m["model"]) for name, m in found.items()}
-    return {
-        name: (str(model["problems"]), *(f"{model[key]:.3f}" for key in ("geomean", "p95")))
-        for name, model in sorted(models.items())
-    }
 
 
 def whole(results: Results) -> str:
@@ -232,8 +197,6 @@ def _figures(found: Mapping[str, float], keys: Sequence[str]) -> str:
 OF_CHOICES: dict[str, Callable[[Results], str]] = {
     "holdout": holdout,
     "holdout-answers": answers,
-    "thinning": thinning,
     "evaluation": methods,
-    "families": families,
     "whole": whole,
 }

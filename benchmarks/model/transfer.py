@@ -4,9 +4,9 @@
     nice python -m benchmarks.model.transfer --folds 2   # a rough look
 
 One device gives (the H100) and one asks (the H200); then the other way round without any problem of
-the asker. For each share of the asker's problems, order trees learn from all of the giver's
-problems and that share of the asker's, the device told apart by its rates (`DEVICE_FEATURES`), and
-also from that share alone. Both are judged as models are (`confpred.training.evaluate`): on
+the asker. For each share of the asker's problems, order trees learn from all problems of the
+source device and that share of the asker's, with the device's rates (`DEVICE_FEATURES`), and also
+from that share alone. Both are judged as models are (`confpred.training.evaluate`): on
 networks whose layers neither has seen of either device, by the time of the config that they put
 first over that of the best one, both measured on the asker. The configs to choose from are those
 that were measured, of the kernel families that both devices have.
@@ -107,7 +107,7 @@ def summary(found: Sequence[Sequence[float]]) -> dict[str, float]:
 def curve(
     giver: Dataset, asker: Dataset, shares: Sequence[float], folds: int, draws: int, seed: int
 ) -> dict[str, Any]:
-    """Return the figures for each share, with and without the giver's problems."""
+    """Return the figures for each share, with and without the source device's problems."""
     common = {t.family for t in giver.timings} & {t.family for t in asker.timings}
     made = pools(all_families()[name] for name in common)
     members = {family.name: pool for pool in made for family in pool.families}

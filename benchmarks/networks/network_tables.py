@@ -11,9 +11,6 @@ from typing import Any
 
 from benchmarks.networks.networks import BROAD, MODES
 
-#: Begins a way that leaves out a part of `optimize`.
-WITHOUT = "without "
-PARTS = {"norms": "batch norm by confpred", "convert": "casts by one call"}
 Markdown = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 Row = dict[str, Any]
 #: Ways whose wall time is shown beside eager PyTorch's, and their names in a table.
@@ -106,25 +103,6 @@ def _filled(
     kept = [i for i in range(len(heads)) if any(row[i] for row in whole)]
     cut = [[row[i] for i in kept] for row in whole]
     return markdown([heads[i] for i in kept], cut) if whole else ""
-
-
-def parts(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate what a part of `optimize` brings: the GPU time of a step without it, over that with
-    it."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for name, group in _groups(result["rows"]):
-        whole = {r["network"]: r.get("graph_ms") for r in group if r["way"] == "inductor=False"}
-        for row in group:
-            if row["way"].startswith(WITHOUT) and row.get("graph_ms"):
-                gain = row["graph_ms"] / whole[row["network"]]
-                found.setdefault((row["way"].removeprefix(WITHOUT), name), []).append(gain)
-    heads = ("part", "step, batch", "networks", "gain: geomean", "least", "most")
-    rows = [
-        (PARTS.get(part, part), name, str(len(gains)),
-         *(f"{f(gains):.3f}x" for f in (statistics.geometric_mean, min, max)))
-        for (part, name), gains in sorted(found.items())
-    ]  # fmt: skip
-    return markdown(heads, rows)
 
 
 def per_network(result: dict[str, Any], markdown: Markdown) -> str:
@@ -256,41 +234,13 @@ def _shown(row: Row, field: str, form: str = "{:.2f}x") -> str:
     return "" if row.get(field) is None else form.format(row[field])
 
 
-def fused_operators(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the gain of PyTorch's fused operators over a convolution and another pass."""
-    kinds: dict[tuple[str, int], list[float]] = {}
-    for row in result["rows"]:
-        p, us = row["problem"], row["us"]
-        way = "pixel" if p["h"] == p["w"] == 1 else "cudnn" if "cudnn" in us else "gemm"
-        even = p["c"] % 8 == p["k"] % 8 == 0 and p["activation"] == "none" and not p["residual"]
-        if way not in us or (way == "gemm" and not even):
-            continue
-        name = {
-            "pixel": "one pixel an image, a product",
-            "cudnn": "bias, residual, ReLU: cuDNN" if p["residual"] else "bias, ReLU: cuDNN",
-            "gemm": "1 x 1 and bias: cuBLAS",
-        }[way]
-        kinds.setdefault((name, p["n"]), []).append(us["epilogue"] / us[way])
-    heads = ("layers", "batch", "count", "gain: geomean", "least", "slower by more than 5 %")
-    rows = [
-        (
-            name, str(batch), str(len(gains)), f"{statistics.geometric_mean(gains):.2f}x",
-            f"{min(gains):.2f}x", str(sum(gain < 1 / 1.05 for gain in gains)),
-        )
-        for (name, batch), gains in sorted(kinds.items())
-    ]  # fmt: skip
-    return markdown(heads, rows)
-
-
 #: Table -> its result files, and the function that makes it.
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "broad": (("broad.json",), broad),
     "broad-each": (("broad.json",), broad_each),
     "networks": (("networks.json",), summary),
     "networks-each": (("networks.json",), per_network),
-    "networks-parts": (("networks.json",), parts),
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "losses": (("losses.json",), losses),
     "captured-networks": (("captured_networks.json",), captured),
-    "fused-operators": (("pytorch_epilogues.json",), fused_operators),
 }

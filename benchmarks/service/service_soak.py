@@ -3,7 +3,7 @@
 The load is a fixed mix of requests from several clients: repeated problems, new ones, and batches
 of new ones. How many a second the server can do is measured first, by clients that never pause; the
 soak then sends `_SHARE` of that, evenly, and measurements beside it. Every so often the server
-loads a changed model (SIGHUP), a process of it is killed, or a worker is told to end (SIGTERM).
+loads a changed model (SIGHUP), a process of it is killed, or a worker is asked to end (SIGTERM).
 
 A worker that is killed takes its connections along: a client asks again by another one, and the
 request has failed if that fails too. Any other connection that breaks is a failed request. Rows of
@@ -135,7 +135,7 @@ class Disturbance:
 
 
 class _Disturber:
-    """Does that to the server whose parent process is `pid`, and notes when."""
+    """Does that to the server whose parent process is `pid`, and records when."""
 
     def __init__(self, pid: int, kinds: Disturbance) -> None:
         self._pid, self._kinds, self._rng = pid, kinds, random.Random(0)

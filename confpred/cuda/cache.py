@@ -144,14 +144,14 @@ def most_bytes() -> int:
 
 
 def used(path: Path) -> None:
-    """Note that the entry at `path` was used now."""
+    """Record that the entry at `path` was used now."""
     with contextlib.suppress(OSError):  # a disk that is read-only: nothing can be removed either
         os.utime(path)
 
 
 def added(folder: Path, size: int, most: int) -> None:
-    """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
-    made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
+    """Record that an entry of `size` bytes was written to `folder`, and sweep it where that may
+    have made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
     together = _added.get(folder, most) + size
     if together <= most * _LOOK_AGAIN:
         _added[folder] = together

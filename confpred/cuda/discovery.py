@@ -1,13 +1,13 @@
-"""The description of whichever GPU is at hand: from the table of boards, else from its driver.
+"""The description of whichever GPU is at hand: from the table of GPU models, else from its driver.
 
-    name and multiprocessors are those of a board in the table?  ->  that board
+    name and multiprocessors are those of a row of the table?  ->  that row
     the driver was asked before, and is the same?                ->  what was remembered
     compute capability 8.0 or later                              ->  sizes from the driver; rates
                                                                      measured, and remembered
 
 The rates are measured in a fraction of a second: a device copy, and the two kernels of
 ``kernels/rates.cu``. The driver reports clocks and widths, but not which share kernels reach, nor
-that a board is held back, as a part of a GPU (MIG) or a virtual one is.
+that a GPU is held back, as a part of a GPU (MIG) or a virtual one is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Description of a GPU by its driver: the board's name, the driver's version, the compute
+    """Description of a GPU by its driver: its name, the driver's version, the compute
     capability, and what is called the same in `confpred.problem.device.Device`."""
 
     name: str
@@ -102,7 +102,7 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     board, key = listed(facts.name), key_of(facts.name)
     if board is not None and board.sm_count == facts.sm_count:
         return board
-    if board is not None:  # one name may have boards of several sizes, and virtual GPUs
+    if board is not None:  # one name may have GPUs of several sizes, and virtual GPUs
         key = f"{key}-{facts.sm_count}sm"
     if facts.capability < _OLDEST:
         capability = ".".join(map(str, facts.capability))

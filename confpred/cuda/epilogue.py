@@ -1,6 +1,6 @@
 """The launch of ``kernels/epilogue.cu``, which follows a convolution of another library.
 
-PyTorch's own operator computes a convolution and its bias. The rest of a problem the library
+PyTorch's own operator computes a convolution and its bias. The other parts of a problem the library
 gives to this kernel, which takes one pass over the output for all of it; so PyTorch's answer to
 such a problem takes the time of both.
 """

@@ -135,7 +135,7 @@ def ceil_div(size: Any, piece: Any) -> Any:
 
 
 def cut(size: _Count | int, pieces: _Count) -> tuple[_Count, _Count]:
-    """Return the size of a piece, and how many pieces there are, when `size` is cut into about
+    """Return the size of a part, and how many parts there are, when `size` is cut into about
     `pieces`: the size is rounded up, so fewer may do."""
     piece = ceil_div(size, pieces)
     return piece, ceil_div(size, piece)
@@ -180,7 +180,7 @@ class Occupancy:
         waves: how often the whole device is filled; a fraction.
         wave_waste: whole waves over `waves`.
         resident: blocks that a multiprocessor holds in the first wave, on average over the device.
-            Where there are fewer blocks than places it is less than `per_sm`, and the blocks draw
+            Where there are fewer blocks than slots it is less than `per_sm`, and the blocks draw
             on only a part of the device's rates.
     """
 

@@ -54,7 +54,7 @@ class Assignment:
         return family_of(self.candidate).launch(self.problem, self.candidate.config_id)
 
     def to_json(self) -> list[Any]:
-        """Return JSON's types, which `from_json` reads; values go by place, as texts that an
+        """Return JSON's types, which `from_json` reads; values go by position, as texts that an
         operator is given should be short."""
         values = list(self.problem.to_json().values())
         operation = operation_of(self.problem).name

@@ -24,7 +24,7 @@ class Runner:
     """A launch that lacks only its operands.
 
     Attributes:
-        launch: what it launches, with the workspace that a library's plan turned out to need.
+        launch: what it launches, with the workspace that a library's plan needs.
         names: of the operation's operands, outputs first, then of the workspaces.
         enqueue: enqueues it on a CUDA stream, given its handle and, in the order of `names`, the
             operands' addresses; of a program it takes PyTorch's tensors, and its current stream.

@@ -134,7 +134,7 @@ def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Ou
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ||found - expected|| / ||expected||; NaN at the same places is equal."""
+    """Return ||found - expected|| / ||expected||; NaN at the same positions is equal."""
     both = found.double(), expected.double()
     if not both[0].isnan().equal(both[1].isnan()):
         return float("inf")

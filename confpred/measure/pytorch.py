@@ -1,6 +1,6 @@
 """Timing PyTorch's own operator, under the protocol that times our kernels.
 
-Where something follows a convolution, the one kernel of ours that the library has follow PyTorch's
+Where something follows a convolution, the one confpred kernel that the library has follow PyTorch's
 operator (`confpred.pytorch.run.pointwise`) is timed with it: that is what a user gets where
 PyTorch's operator is the answer.
 """

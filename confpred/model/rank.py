@@ -2,7 +2,7 @@
 
     families that may win (`Gate`) --> legal configs --> features
         --> cost by few trees, which keep many --> cost by all trees
-        --> time of the best of each family --> PyTorch's operator in its place (`PytorchModel`)
+        --> time of the best of each family --> PyTorch's operator at its rank (`PytorchModel`)
 
 A family is ranked in `FamilyModel.rank_many`, and all of them in `rank_families`.
 """

@@ -182,7 +182,7 @@ _SOURCES: Mapping[str, str] = {
     "predicted": "as predicted",
     "transferred": "predicted by the model of another device, as this one has none",
     "heuristic": "by the families' own estimates, as no model knows them on this device",
-    "fallback": "as no kernel of ours is legal",
+    "fallback": "as no confpred kernel is legal",
 }
 #: Features shown of each cause in a comparison; the JSON form has all.
 FEATURES_SHOWN = 6
@@ -247,8 +247,8 @@ def _pytorch(explanation: LayerExplanation) -> str:
     if choice.provider == PYTORCH:
         times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
         if times and choice.source in ("predicted", "transferred"):
-            erred = "be the slower one, by what the ratio's prediction has erred"
-            text += f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may {erred}"
+            text += f", the best confpred kernel {times[0]:.4f} ms, "
+            text += "which is chosen only if the gain exceeds the model's error"
     elif choice.predicted_ms:
         text += f", {theirs / choice.predicted_ms:.2f} times as long"
     return text

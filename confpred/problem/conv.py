@@ -60,7 +60,7 @@ class ConvNd(Record):
         rank: 1 has only `w` and `s`, 2 has `h` and `r`, too, 3 has all. In `from_json` it follows
             from the sizes that are named.
         stride, padding, dilation: an integer an axis, depth first; one integer stands for all.
-        cut: how many places of the output are left out at the end of its last axis. A causal layer
+        cut: how many outputs are left out at the end of the last axis. A causal layer
             pads by ``dilation * (s - 1)`` and cuts as much, or its input was padded on the left.
         groups: ``c`` and ``k`` are both multiples of it.
         layout: of all tensors: ``channels_last`` (N, D, H, W, C; filter K, T, R, S, C / groups) or
@@ -217,7 +217,7 @@ class ConvNd(Record):
 
     @property
     def taps(self) -> int:
-        """Places of the filter."""
+        """Positions of the filter."""
         return prod(self.filter_shape)
 
     @property
@@ -255,7 +255,7 @@ class ConvNd(Record):
     @cached_property
     def minimum_bytes(self) -> int:
         """Bytes that must cross device memory: what is written, and what is read of each operand,
-        once. A strided window may leave out places of the input, whose gradient has them all."""
+        once. A strided filter may leave out positions of the input, whose gradient has them all."""
         image = self.input_elements
         if self.direction != "dgrad":
             axes = zip(
@@ -354,7 +354,7 @@ _OPERANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dgrad": (("in_grad",), ("out_grad", "filter", "bias", "residual")),
     "wgrad": (("filter_grad", "bias_grad"), ("out_grad", "in")),
 }
-#: Into how many parts the reference cuts the places that a filter element's gradient sums over.
+#: Into how many parts the reference cuts the positions that a filter element's gradient sums over.
 _SLICES = 512
 _MOST_ALIGNED = 64
 

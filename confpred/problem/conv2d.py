@@ -157,7 +157,7 @@ class Problem(Record):
 
     @property
     def taps(self) -> int:
-        """Places of the filter."""
+        """Positions of the filter."""
         return self.r * self.s
 
     @property
@@ -199,7 +199,7 @@ class Problem(Record):
         once.
 
         Every direction has the same three tensors, and writes one of them. From the image, a
-        strided window may leave out pixels; only its gradient has a value for each of them.
+        strided filter may leave out pixels; only its gradient has a value for each of them.
         """
         image = self.input_elements
         if self.direction != "dgrad":
@@ -227,7 +227,7 @@ def places_read(
     """Return how many of `size` places along an axis lie under some tap of some window."""
     if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
         return max(min((outputs - 1) * stride + taps - padding, size), 0)
-    read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: the first padded place
+    read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: first padded row
     return (read >> padding & (1 << size) - 1).bit_count()
 
 

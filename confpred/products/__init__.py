@@ -1,6 +1,6 @@
 """Ways of computing that leave the arithmetic to a library's matrix products.
 
-    im2col.py    convolution: a confpred kernel copies windows into rows, and cuBLAS multiplies
+    im2col.py    convolution: a confpred kernel copies patches into rows, and cuBLAS multiplies
     epilogue.py  chains of linear layers: bias and ReLU in cuBLASLt's epilogue
     strassen.py  chains of linear layers by seven products of half the size
 

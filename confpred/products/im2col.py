@@ -1,11 +1,11 @@
 """Convolution as a product of matrices: see ``im2col.cu``.
 
-A config says of how many samples the windows are copied at once: of one (the loop over samples), of
+A config says of how many samples the patches are copied at once: of one (the loop over samples), of
 some, or of all. More are faster where a sample is little work, and need more memory:
 
     samples * P * Q * C * R * S elements
 
-and none where the window is one pixel at stride 1, whose rows are the image itself. Tensors have
+and none where the filter is one pixel at stride 1, whose rows are the image itself. Tensors have
 their channels last, so that the rows of a chunk are one matrix, and each group is one product;
 ``batched`` multiplies sample by sample in one batch instead, which is what a layout with its
 channels first would need.
@@ -44,7 +44,7 @@ _SIZES = "c h w r s p q stride_h stride_w pad_h pad_w dilation_h dilation_w grou
 
 
 class _Rows(NamedTuple):
-    """The matrix of windows: rows of one sample, elements of a row, and whether they need not be
+    """The matrix of patches: rows of one sample, elements of a row, and whether they need not be
     copied."""
 
     pixels: int

@@ -1,4 +1,4 @@
-"""Triton's autotuner with a model in the place of trials.
+"""Triton's autotuner with a model in place of trials.
 
     call --> remembered config of the key                                   Triton's own cache
      or  --> problem --> model: first config(s) --> launch, or time `top_k` of them
@@ -105,7 +105,7 @@ class Tuned(Autotuner):
 
     @property
     def perf_model(self) -> Any:
-        """The places of configs in the model's order; without a model the author's function."""
+        """The positions of configs in the model's order; without a model the author's function."""
         if self._by_trials or not self._is_answered:
             return self._authors_model
         return self._places
@@ -242,8 +242,8 @@ class Tuned(Autotuner):
         return [config for config in configs if config not in self._broken]
 
     def place(self, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Return the place of a config in the model's order for a call, counted from 0; behind all
-        places where the model does not put it first."""
+        """Return the position of a config in the model's order for a call, counted from 0; behind
+        all positions where the model does not put it first."""
         order = self.order(self.call_of(arguments)) or ()
         keys = [config_key(each.all_kwargs()) for each in order]
         key = config_key(config)
@@ -387,8 +387,8 @@ class Tuned(Autotuner):
 
 
 def _perf_model(kernel: Tuned) -> Callable[..., int]:
-    """Return the model's order of a kernel's configs as a ``perf_model``: a config's place for the
-    arguments that it is given.
+    """Return the model's order of a kernel's configs as a ``perf_model``: a config's position for
+    the arguments that it is given.
 
     PyTorch's compiler traces the outer function, which leaves constants for the inner one: a size
     that varies from call to call becomes one, so that each has a config, and a graph, of its own.

@@ -284,7 +284,7 @@ def enabled(**settings: Any) -> Iterator[None]:
 
 
 def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what takes the place of a kind's ``_conv_forward``, which is `pytorch`'s."""
+    """Return what replaces a kind's ``_conv_forward``, which is `pytorch`'s."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (

@@ -294,7 +294,7 @@ class Recorder(Compiler):
         return lambda problems: choosing.choose_many(problems, self._device)
 
     def _note(self, node: fx.Node) -> None:
-        """Note the sizes of a convolution, and how long it takes by an estimate."""
+        """Record the sizes of a convolution, and how long it takes by an estimate."""
         directions = ["fprop"]
         if node.target is BACKWARD:
             wanted: Any = node.args[10]

@@ -1,4 +1,4 @@
-"""`status`: what runs in a model now, and why the rest is PyTorch's; `verbose` prints captures.
+"""`status`: what runs in a model now, and why others are PyTorch's; `verbose` prints captures.
 
 The backend makes a `Capture` of each graph, which lives as long as the function that runs it. A
 model is found in it by its parameters and buffers.
@@ -54,7 +54,7 @@ class Calls:
     is_training: bool = False
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `captured`, and note what was captured."""
+        """Call `captured`, and record what was captured."""
         is_first, graphs = not self.made, self.graphs
         self.made += 1
         before = breaks() if is_first else {}

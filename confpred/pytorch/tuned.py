@@ -1,4 +1,4 @@
-"""``@confpred.tuned`` in the place of ``@triton.autotune``."""
+"""``@confpred.tuned`` in place of ``@triton.autotune``."""
 
 from __future__ import annotations
 

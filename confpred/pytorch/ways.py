@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from confpred.errors import ConfpredError, InvalidInput, first_line
 
 Step = Callable[[], Any]
-#: From a model, which is its own, to what is called in its place.
+#: From a model, which is its own, to what is called instead.
 Start = Callable[[nn.Module], Callable[..., Any]]
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm, and this much more: networks with random weights magnify rounding, each by another

@@ -96,7 +96,7 @@ class TritonFamily:
         example: makes a call for a problem, to be measured.
 
     Attributes:
-        kwargs: `configs`, each once; their places are the rows of the config table.
+        kwargs: `configs`, each once; their positions are the rows of the config table.
 
     Raises:
         InvalidInput: a name of the key cannot be a field of a problem.

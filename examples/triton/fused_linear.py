@@ -1,7 +1,7 @@
 """A fused linear layer and activation as a Triton kernel: ``activation(x @ w.T + bias)``.
 
-``@confpred.tuned`` stands in the place of ``@triton.autotune``, and ``example`` is added; the rest
-is as anyone writes it. ``docs/triton.md`` walks through this file.
+``@confpred.tuned`` stands in place of ``@triton.autotune``, and ``example`` is added; all
+else is as anyone writes it. ``docs/triton.md`` walks through this file.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _shape(
     w.products = work * warps * steps
     # Bytes of shared memory that its fragments are read from.
     w.fragment_bytes = (w.warp_tiles + ceil_div(w.warp_columns, 2)) * warps * (steps * 512)
-    depth = taps * w.pieces  # pieces of the sum in a pass
+    depth = taps * w.pieces  # eights of the sum in a pass
     w.fits = (
         anywidth.is_first(out_pieces, t["block_k"], _BLOCK_K)
         & anywidth.is_first(in_pieces, t["block_c"], _BLOCK_C)

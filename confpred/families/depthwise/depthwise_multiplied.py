@@ -24,7 +24,7 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
 MAX_MULTIPLIER = 8
-_MOST_SUMS = 56  # of a thread, beside as many elements of its window
+_MOST_SUMS = 56  # of a thread, beside as many elements of the input
 _IMAGE_FIELDS = ("vec", "lanes_c", "threads", "rounds")
 _SUM_FIELDS = ("vec", "lanes_c", "threads", "splits", "reduction")
 

@@ -22,7 +22,7 @@ _FIELDS = (
     "vec", "tile_q", "row_groups", "prefetch", "lanes_c", "threads", "bands", "splits",
     "reduction",
 )  # fmt: skip
-MAX_SUMS = 128  # of a thread: more would leave too few registers for the window
+MAX_SUMS = 128  # of a thread: more would leave too few registers for the sliding window
 
 
 def _config_table() -> NDArray[np.void]:
@@ -91,7 +91,7 @@ class DepthwiseWgrad(Tabled):
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         vec = t["vec"]
-        # Filter rows of a thread if half as many threads shared a window.
+        # Filter rows of a thread if half as many threads shared a filter.
         half = ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))
         return (
             (w.in_x <= depthwise.MAX_COLUMNS)
@@ -141,7 +141,7 @@ class DepthwiseWgrad(Tabled):
         dilation_h, dilation_w = problem.map(depthwise.dilation)
         w.block_r = ceil_div(problem.r, t["row_groups"])
         w.row_groups = ceil_div(problem.r, w.block_r)  # without empty ones
-        w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the window
+        w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the sliding window
         w.in_x = stride_w * (tile_q - 1) + dilation_w * (problem.s - 1) + 1  # of a tile
         w.sums = w.block_r * problem.s * vec  # of a thread
         w.thread_floats = problem.s * vec  # the sums that it leaves in shared memory at a time

@@ -18,7 +18,7 @@ from confpred.problem.conv import ConvNd
 MAX_TAPS = 64
 MAX_STRIDE = 4
 MAX_THREADS = 256  # of a block: what the kernels are compiled for
-MAX_VECTORS = 160  # accesses from the first to the last element of a window, most between its taps
+MAX_VECTORS = 160  # accesses from the first to the last input of a tile, most between its taps
 ACCESS_BYTES = 16  # most that a thread can access at once
 LEAST_LANES = 16  # the smallest limit of lanes in the config table
 
@@ -54,8 +54,8 @@ def windows(problem: ConvNd, tile: Array) -> dict[str, Array]:
     """Return how tiles of `tile` outputs read and write rows, by name.
 
     They are ``in_vec`` and ``out_vec``, elements of an access; ``phase`` and ``first``, where a
-    window begins; ``vectors``, accesses from its first to its last element; and ``loads``, about
-    how many of them some output reads.
+    tile's inputs begin; ``vectors``, accesses from the first to the last of these; and ``loads``,
+    about how many of them some output reads.
     """
     up, down, pad, width, result = axis(problem)
     widest = ACCESS_BYTES // problem.itemsize
@@ -89,7 +89,7 @@ def tiles_fit(problem: ConvNd, tile: Array, vectors: Array) -> Mask:
 
 
 def window_macros(problem: ConvNd, t: Any) -> tuple[tuple[str, int], ...]:
-    """Return the macros of ``line.cuh`` for the windows `t` of one config."""
+    """Return the macros of ``line.cuh`` for the inputs `t` of one config."""
     up, down, *_ = axis(problem)
     defines: Any = macros(
         S=problem.s, UP=up, DOWN=down, DILATION=spread(problem), PHASE=int(t["phase"]),

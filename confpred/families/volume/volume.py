@@ -34,7 +34,7 @@ def _config_table() -> NDArray[np.void]:
     )
     vec, tile_p, tile_q = rows.T[:3]
     outputs = vec * tile_p * tile_q
-    # More leave no registers for a window of several planes, fewer share too little of what is
+    # More leave no registers for a filter of several planes, fewer share too little of what is
     # loaded.
     return config_table(_FIELDS, rows[(outputs <= 32) & ((outputs >= 4) | (vec == 1))])
 
@@ -86,8 +86,8 @@ class Volume(Described):
             & ((t["tile_q"] < 2 * across.size_out) | (t["tile_q"] == 2))
             # So does a block of more threads that are not used.
             & ((t["threads"] == 128) | (t["block_threads"] > 128))
-            # A band of one plane would read a whole window to make it; and half as many bands must
-            # be larger ones, or the launch would be the same.
+            # A band of one plane would read all of a filter's planes for it; and half as many bands
+            # must be larger ones, or the launch would be the same.
             & ((t["bands"] == 1) | ((rows >= min(2, p.t)) & (rows < half)))
             & (np.maximum(t["in_h"], t["in_x"]) <= volume.ROW_WORD)
             & (t["products"] <= _MOST_PRODUCTS)

@@ -21,7 +21,7 @@ from confpred.problem.operation import SCRATCH, Launch
 _COMPILED = ("vec", "tile_p", "tile_q", "plane_each", "plane_ahead")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands", "splits")
 _TILES = ((1, 4), (1, 8), (2, 4), (4, 4))
-_MOST_SUMS = 128  # of a thread: more would leave too few registers for the window
+_MOST_SUMS = 128  # of a thread: more would leave too few registers for the sliding window
 _MOST_BLOCKS = 16  # of a multiprocessor
 
 
@@ -68,7 +68,7 @@ class VolumeWgrad(Described):
             # A tile twice as large as the image does the work of a smaller one, slower.
             & ((t["tile_p"] < 2 * p.p) | (t["tile_p"] == 1))
             & ((t["tile_q"] < 2 * p.q) | (t["tile_q"] == 4))
-            # A band of one plane would read a whole window for it.
+            # A band of one plane would read all of a filter's planes for it.
             & ((t["bands"] == 1) | ((t["band_planes"] >= min(2, p.t)) & (t["band_planes"] < half)))
             & (np.maximum(t["in_h"], t["in_x"]) <= volume.ROW_WORD)
             & (t["sums"] <= _MOST_SUMS)
@@ -136,7 +136,7 @@ class VolumeWgrad(Described):
         (stride_d, stride_h, stride_w), dilation = p.stride, volume.dilation(p)
         t["block_t"] = np.where(t["plane_each"], 1, p.t)
         t["plane_groups"] = p.t // t["block_t"]
-        t["depth"] = dilation[0] * (t["block_t"] - 1) // stride_d + 1  # planes of the window
+        t["depth"] = dilation[0] * (t["block_t"] - 1) // stride_d + 1  # gradient planes at once
         t["in_h"] = stride_h * (tile_p - 1) + dilation[1] * (p.r - 1) + 1
         t["in_x"] = stride_w * (tile_q - 1) + dilation[2] * (p.s - 1) + 1
         t["sums"] = t["block_t"] * p.r * p.s * vec  # of a thread

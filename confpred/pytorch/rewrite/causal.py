@@ -58,7 +58,7 @@ def padded(node: fx.Node) -> Causal | None:
     left, size = amounts[0], val_of(x).shape[-1]
     if left < 1 or layout_of(val_of(x)) != "channels_first":
         return None
-    extra = left  # places of the result, if the input were padded on both sides
+    extra = left  # positions of the result, if the input were padded on both sides
     if stride != 1:
         if not isinstance(size, int):
             return None
@@ -92,7 +92,7 @@ def cut(node: fx.Node) -> Causal | None:
 
 
 def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
-    """Return stride, padding, dilation and window of a convolution of lines; None of others."""
+    """Return stride, padding, dilation and taps of a convolution of lines; None of others."""
     found, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
     if found is None or sites.arguments_of(node)[6] or len(window) != 1:
         return None
@@ -105,7 +105,7 @@ def _arguments(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _cut_places(node: fx.Node, val: Any) -> int | None:
-    """Return how many places `node` cuts at the end of `val`; None where it does something else,
+    """Return how many positions `node` cuts at the end of `val`; None where it does something else,
     or its strides may be seen."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs:
         return None

@@ -187,7 +187,7 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
 def _replace(
     chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
 ) -> None:
-    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel;
+    """Put one operator in place of `chain`, if that is fewer launches or a confpred kernel;
     `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
@@ -213,7 +213,7 @@ def _replace(
 
 
 def _spell_out(norm: Any) -> None:
-    """Put a product and a sum with folded vectors in the place of a norm, in float32. PyTorch's
+    """Put a product and a sum with folded vectors in place of a norm, in float32. PyTorch's
     formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
     longer than its memory."""
     first = None if norm is None else following.first_result(norm)

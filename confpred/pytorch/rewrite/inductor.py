@@ -1,4 +1,4 @@
-"""Inductor for the rest of a captured graph: what confpred serves stays as it is."""
+"""Inductor for the other operations of a captured graph: what confpred serves stays as it is."""
 
 from __future__ import annotations
 

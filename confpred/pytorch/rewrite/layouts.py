@@ -258,7 +258,7 @@ def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
 
 
 def _behind(source: fx.Node, reader: fx.Node) -> Any:
-    """Return a context that places nodes behind `source`; a tangent's are of the backward pass."""
+    """Return a context that puts nodes behind `source`; a tangent's are of the backward pass."""
     if source.op == "placeholder" and "tangents" in str(source.target):
         return source.graph.inserting_before(reader)
     return source.graph.inserting_after(_last_of_inputs(source))

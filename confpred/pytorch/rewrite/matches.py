@@ -37,7 +37,7 @@ class Match(NamedTuple):
 
     Attributes:
         sites: what is chosen for.
-        replace: puts the operators in the place of the nodes, where the choices say so.
+        replace: puts the operators in place of the nodes, where the choices say so.
         reads, writes: nodes of the lines or volumes that are read, with the input of the layer
             last, and computed; none of images.
     """

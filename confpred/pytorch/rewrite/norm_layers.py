@@ -63,12 +63,12 @@ class Layer:
         inputs: the input, weight and bias, and a batch norm's running mean and variance; None for
             one that is not there.
         scalars: numbers that the forward operator takes.
-        ends: nodes that its first result takes the place of.
+        ends: nodes that its first result replaces.
         scale: a factor and a term of each sample and channel, which follow the norm.
         hands: nodes that hand the gradient before the activation on to the norm's own gradient,
             which is the last; none where there is no backward pass.
         grad: the output's gradient.
-        grads: nodes that gradients of the input, weight and bias take the place of.
+        grads: nodes that gradients of the input, weight and bias replace.
     """
 
     chain: Chain
@@ -288,7 +288,7 @@ def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
 
 
 def _parameter(norm: fx.Node, name: str) -> Place | None:
-    """Return the place of a weight or bias, which instance norm repeats for every sample."""
+    """Return the position of a weight or bias, which instance norm repeats for every sample."""
     given = _named(norm)
     node = given.get(name)
     if node is None:
@@ -298,8 +298,8 @@ def _parameter(norm: fx.Node, name: str) -> Place | None:
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
-    """Return the place of the output's gradient; None where the operator cannot compute from it all
-    that nodes read."""
+    """Return the position of the output's gradient; None where the operator cannot compute from
+    it all that nodes read."""
     inner = chain.gradient
     reader = back[0] if inner is None else _hands(inner, dtype)[0]
     reads_others = inner is not None and converted(inner, dtype, back[0]) is None
@@ -307,8 +307,8 @@ def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place
 
 
 def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
-    """Return the nodes of the gradients of input, weight and bias, by place; None where the
-    operator's cannot take their place."""
+    """Return the nodes of the gradients of input, weight and bias, by index; None where the
+    operator's cannot replace them."""
     grads: dict[int, Sequence[fx.Node]] = {}
     if not _named(backward)["output_mask"][0]:
         return None
@@ -331,7 +331,7 @@ def _scale_after(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
     """Take a factor and a term of each sample and channel, as adaptive norms have them; return the
-    chain, their places, and the weights that they become with those that there are."""
+    chain, their positions, and the weights that they become with those that there are."""
     nodes: list[fx.Node] = []
     places: list[Place] = []
     dtypes: set[torch.dtype] = set()

@@ -60,7 +60,7 @@ def serve_norms(
 
 
 def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
-    """Put an operator a direction in the place of a norm with what follows it; `made` are the
+    """Put an operator a direction in place of a norm with what follows it; `made` are the
     tensors of numbers that the graph has."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:

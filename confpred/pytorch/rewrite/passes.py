@@ -185,7 +185,7 @@ def is_alike(a: Any, b: Any) -> bool:
 def batch_norms_as_eager(graph: fx.Graph) -> None:
     """Let batch norms of training be computed by the library that eager mode would take.
 
-    A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
+    A capture names PyTorch's own kernels in place of cuDNN's. The operators that replace them
     here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
     """
     reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
@@ -230,7 +230,7 @@ def update_in_place(graph: fx.Graph) -> None:
             graph.erase_node(value)
             counts.append(home)
     ours = torch.ops.confpred
-    # The place of the first new statistic among results, and of the first old one among arguments.
+    # The index of the first new statistic among results, and of the first old one among arguments.
     for functional, in_place, result, argument in (
         (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
         (ours.batch_norm.default, ours.batch_norm_.default, 3, 4),
@@ -244,7 +244,7 @@ def update_in_place(graph: fx.Graph) -> None:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """Return the places of inputs that a graph writes to."""
+    """Return the indices of inputs that a graph writes to."""
     written = {x for node in graph.nodes for x in written_by(node)}
     return [i for i, x in enumerate(graph.find_nodes(op="placeholder")) if x in written]
 
@@ -331,7 +331,7 @@ def frozen(
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
     """Return a function that computes at its first call what depends on static inputs alone, keeps
-    the results, and runs the rest, as `compile` returns it, with them at every call."""
+    the results, and runs the remaining graph, as `compile` returns it, with them at every call."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if written_by(node) for n in node.all_input_nodes}

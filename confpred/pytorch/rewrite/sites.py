@@ -105,7 +105,7 @@ def call_of(
     node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
     **fields: Any,
 ) -> str:  # fmt: skip
-    """Return the arguments that are no tensors of the operator in the place of a convolution, or of
+    """Return the arguments that are no tensors of the operator in place of a convolution, or of
     its backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()

@@ -25,7 +25,7 @@ def serve_convolutions(
 ) -> list[sites.Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
-    Inductor computes the rest."""
+    Inductor computes the other operations."""
     found = causal.serve(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:

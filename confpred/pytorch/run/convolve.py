@@ -56,7 +56,7 @@ class Call:
         hints: what was assigned when a graph was captured, to the forward pass, or to the gradients
             of x and of weight; launched where the problem is the same.
         wishes: for choices made now.
-        cut: how many places are left out at the end of the last axis; as of `ConvNd`.
+        cut: how many positions are left out at the end of the last axis; as of `ConvNd`.
         output_padding: of a transposed convolution; none of others.
     """
 
@@ -76,7 +76,7 @@ class Call:
         return stride, padding, dilation, bool(self.output_padding), more, groups
 
     def biases(self, weight: Tensor) -> int:
-        """Return how many channels the result has: a transposed layer has its filters turned."""
+        """Return how many channels the result has: a transposed layer has its filters rotated."""
         return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
 
     def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:

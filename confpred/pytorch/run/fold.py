@@ -53,7 +53,7 @@ def fold(
     gammas: Tensors, betas: Tensors, means: Sequence[Tensor], variances: Sequence[Tensor],
     biases: Tensors, filters: Tensors, eps: Sequence[float], dtypes: Sequence[str],
 ) -> list[Tensor]:  # fmt: skip
-    """Fold one norm for each place in these lists, and return two tensors a norm, as of `empty`:
+    """Fold one norm for each position in these lists, and return two tensors a norm, as of `empty`:
     filter and bias, or scale and shift where there is no filter.
 
     `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and

@@ -116,13 +116,13 @@ class Recording:
         graph: the CUDA graph.
         switches: those that were in force.
         why: why there is no graph; None where there is one.
-        buffers: where inputs are copied to, by place.
-        addresses: of the inputs that are read where they are, by place.
-        from_forward: ids of the inputs that the forward pass left in the graph's memory, by place.
+        buffers: where inputs are copied to, by index.
+        addresses: of the inputs that are read where they are, by index.
+        from_forward: ids of the inputs that the forward pass left in the graph's memory, by index.
         results: those of the pass that are no tensors, and None for the others.
-        of_inputs: results in the memory of a static input: its place, and the result's geometry.
-        sources: visible results that are copied alone, by place.
-        shared: storages that several visible results are in, with these results by place.
+        of_inputs: results in the memory of a static input: its position, and the result's geometry.
+        sources: visible results that are copied alone, by index.
+        shared: storages that several visible results are in, with these results by index.
         saved: results that stay in the graph's memory, with their `saved_places`.
         held: storages of these results by address, which keep other recordings away from them
             until the backward pass is recorded.
@@ -147,7 +147,7 @@ class Recording:
     is_stale: bool = False
 
     def moved(self, inputs: Sequence[Any]) -> set[int]:
-        """Return the places of inputs that are no longer where the graph reads them."""
+        """Return the indices of inputs that are no longer where the graph reads them."""
         return {i for i, address in self.addresses.items() if inputs[i].data_ptr() != address}
 
     def replay(self, inputs: list[Any], memory: Memory, device: int) -> list[Any]:
@@ -230,8 +230,8 @@ class Graphed:
         plain: runs it without a CUDA graph.
         memory: of a forward pass and its backward pass, or of inference.
         device: the CUDA device.
-        static: places of inputs that stay where they are: parameters, buffers and saved tensors.
-        written: places of inputs that it writes to, all of them static.
+        static: indices of inputs that stay where they are: parameters, buffers and saved tensors.
+        written: indices of inputs that it writes to, all of them static.
         visible: how many results, from the first on, the caller sees; None for all.
         kind: ``inference``, ``forward`` or ``backward``.
         reasons: filled with why calls ran without a graph.
@@ -248,7 +248,7 @@ class Graphed:
         self._plain, self._visible, self._kind = plain, visible, kind
         self._memory, self._device = memory, device
         self._static, self._written = set(static), frozenset(written)
-        self._sizes: list[int] | None = None  # places of inputs that are open sizes
+        self._sizes: list[int] | None = None  # indices of inputs that are open sizes
         self._recordings: dict[Any, Recording | None] = {}
         self._tries = 0
         self._reasons = reasons

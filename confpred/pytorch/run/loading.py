@@ -78,7 +78,7 @@ class ReadyLaunch:
         `inputs` are in the order of the operation's operands, None for one that the problem does
         not have; of the problem's shapes and dtype, on the launch's device, dense as the kernels
         read them (`dense`). Unaligned ones are copied. `into` has aligned tensors to write outputs
-        to, by their place; the others are new.
+        to, by their position; the others are new.
         """
         ordinal = self._ordinal
         if torch.cuda.current_device() != ordinal:

@@ -48,7 +48,7 @@ def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _as_promised(x: Tensor, out: Tensor) -> Tensor:
-    """Return the result for input `x` in the layout that the graph was told: as PyTorch's operator
+    """Return the result for input `x` in the layout that the graph expects: as PyTorch's operator
     returns images; lines and volumes have that of `x`."""
     return out if x.dim() == 4 else dense(out, layout_of(x))
 

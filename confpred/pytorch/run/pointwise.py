@@ -1,4 +1,4 @@
-"""One kernel for what follows a convolution, in the place of one a step.
+"""One kernel for what follows a convolution, in place of one a step.
 
 Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 """

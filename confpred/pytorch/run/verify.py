@@ -130,7 +130,7 @@ class Rivals:
 
     Args:
         ours, others: take the inputs of the graph.
-        written: places of the inputs that it writes to.
+        written: indices of the inputs that it writes to.
         decided: called once, with whether `ours` is kept, and why.
     """
 
@@ -186,7 +186,7 @@ def _steps_ms(
     runs: Sequence[Callable[..., Any]], inputs: Sequence[Any], written: Sequence[int]
 ) -> list[float]:
     """Return median milliseconds of a step of each of `runs`, forward and backward, until the
-    device is done, and undo what it writes; `written` are places of `inputs`."""
+    device is done, and undo what it writes; `written` are positions of `inputs`."""
     # In the memory of the inputs, where CUDA graphs read them, without their hooks and gradients.
     given = [
         x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs

@@ -195,7 +195,7 @@ def test_trees_that_lead_nowhere_are_refused(booster, matrix, field, place, valu
         ("\nend of trees\n", "\n", "no end of trees"),
         ("left_child=", "left_child=1-", "left_child of the trees has not 60 integers"),
         ("left_child=", "left_child=one", "left_child of the trees has not 60 integers"),
-        ("right_child=", "other_child=", "not all trees have other_child in one place"),
+        ("right_child=", "other_child=", "not all trees have other_child at one position"),
     ],
 )
 def test_a_text_of_another_form_is_refused(booster, matrix, before, after, reason):

@@ -193,7 +193,7 @@ def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
     found = confpred.explain_layer(UNSEEN, predictor=Predictor({"h100": careful}))
     assert found.choice.candidate == PYTORCH_OPERATOR
     assert found.comparisons == ()
-    assert "goes first wherever ours may be the slower one" in str(found)
+    assert "chosen only if the gain exceeds the model's error" in str(found)
 
 
 def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
@@ -208,7 +208,7 @@ def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
     left = confpred.explain_layer(STRIDED, "h100", predictor=predictor)
     assert left.choice.source == "fallback"
     assert left.roofline_share is None
-    assert "as no kernel of ours is legal" in str(left)
+    assert "as no confpred kernel is legal" in str(left)
 
 
 def test_the_page_names_what_counts(explained):

@@ -247,5 +247,5 @@ def test_options_and_settings_are_those_of_the_code() -> None:
 
 def test_its_constants_are_those_of_the_code() -> None:
     text = " ".join(PAGES["pytorch"].split())
-    assert f"up to {MOST_GRAPHS} sets of open sizes" in text
+    assert f"up to {MOST_GRAPHS} sets of dynamic sizes" in text
     assert f"more than {1e3 * LEAST_MS:.0f} us of the GPU's time" in text
