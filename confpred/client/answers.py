@@ -107,14 +107,14 @@ class Kept:
         until, choices = self._recent.get(asked) or (0.0, ())
         return choices if clock() < until else None
 
-    def put(self, identity: str | None, found: Mapping[Asked, Choices]) -> None:
+    def put(self, identity: str | None, answers: Mapping[Asked, Choices]) -> None:
         """Keep what the model of that identity has answered, and nothing of another model."""
         if identity is not None and identity != self._identity:
             self._identity = identity
             self._recent = Recent(self._least)
         if self._least:
             until = clock() + self._seconds
-            for asked, choices in found.items():
+            for asked, choices in answers.items():
                 self._recent.put(asked, (until, choices))
 
 
@@ -132,12 +132,12 @@ def choices_of(
     answers = json.loads(reply.body)["choices"]
     if len(answers) != len(problems):
         raise ValueError(f"{len(answers)} answers to {len(problems)} problems")
-    found = []
+    rankings = []
     for problem, answer in zip(problems, answers, strict=True):
         if not 1 <= len(answer) <= top:
             raise ValueError(f"{len(answer)} choices where 1 to {top} were asked for")
-        found.append(tuple(_choice(fields, problem, device, server) for fields in answer))
-    return found
+        rankings.append(tuple(_choice(fields, problem, device, server) for fields in answer))
+    return rankings
 
 
 def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: str) -> Choice:
@@ -155,10 +155,10 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         raise ValueError("a model or a device that is no text")
     candidate = named_candidate(problem, device, fields["provider"], fields["config"] or {})
     ms, pytorch_ms = _number(fields["predicted_ms"]), _number(fields.get("pytorch_ms"))
-    known = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
-    known |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
-    known["extrapolated"] = fields.get("extrapolated", False) is True
-    return Choice(problem, device.key, fields["source"], candidate, **known)
+    facts = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
+    facts |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
+    facts["extrapolated"] = fields.get("extrapolated", False) is True
+    return Choice(problem, device.key, fields["source"], candidate, **facts)
 
 
 def _number(value: object) -> float | None:
@@ -206,7 +206,7 @@ def is_too_much(reply: Reply) -> bool:
     return reply.status == 422 and _error_in(reply).get("field") == "problems"
 
 
-def refused(reply: Reply, request_id: str) -> ServiceError | InvalidInput:
+def error_of(reply: Reply, request_id: str) -> ServiceError | InvalidInput:
     """Return the service's error as the library would raise it."""
     error = _error_in(reply)
     if reply.status == 422 and isinstance(error.get("field"), str):
@@ -230,7 +230,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
     return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
 
 
-def unavailable(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
+def unavailable_error(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
     """Return the error of a call whose last attempt ended by `reply`, or by a failure in words."""
     if isinstance(reply, str):
         return ServiceUnavailable(f"no reply: {reply}", None, request_id)

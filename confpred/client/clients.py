@@ -137,7 +137,7 @@ class Circuit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _ApiCall:
     """A call, whose requests share its id, its headers and its deadline on `clock`."""
 
     id: str
@@ -272,44 +272,44 @@ class _Questions(ABC, Generic[Http]):
     ) -> list[Choices]:
         """Return the best `top` choices of each problem: those that are kept, and the service's
         for the others, each of which is sent once."""
-        known, top = get_device(device), check_top(top)
+        target, top = get_device(device), check_top(top)
         asked: list[Asked] = []
         for problem in problems:
             if not isinstance(problem, Problem | ConvNd):
                 allowed = "a confpred.Problem or a confpred.ConvNd"
                 raise InvalidInput("problem", problem, allowed)
             asked.append((problem, top))
-        kept = self._kept.setdefault(known.key, self._make_kept())
-        found = {one: answer for one in asked if (answer := kept.get(one)) is not None}
-        missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in found]
+        kept = self._kept.setdefault(target.key, self._make_kept())
+        chosen = {one: answer for one in asked if (answer := kept.get(one)) is not None}
+        missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in chosen]
         call = self._call(trace)
         while missing:
             part = missing[: self._max_batch]
-            body = {"device": known.key, "problems": [p.to_json() for p in part], "top": top}
+            body = {"device": target.key, "problems": [p.to_json() for p in part], "top": top}
             try:
                 reply = await self._exchange(call, "POST", "/v1/predict", json.dumps(body).encode())
             except ServiceUnavailable as error:
-                rank = self._instead(error).rank
+                rank = self._get_fallback(error).rank
                 for p in missing:
-                    found[p, top] = tuple(await self._compute(partial(rank, p, known, top)))
+                    chosen[p, top] = tuple(await self._compute(partial(rank, p, target, top)))
                 break
             if len(part) > 1 and answers.is_too_much(reply):
                 self._max_batch = max(1, min(self._max_batch, len(part) // 2))
                 continue
-            form = partial(answers.choices_of, part, known, top, self.url)
+            form = partial(answers.choices_of, part, target, top, self.url)
             read = self._read(reply, form, call)
             answered = {(p, top): choices for p, choices in zip(part, read, strict=True)}
             kept.put(answers.identity_of(reply, read), answered)
-            found |= answered
+            chosen |= answered
             missing = missing[len(part) :]
-        return [found[one] for one in asked]
+        return [chosen[one] for one in asked]
 
     async def _get(self, path: str, read: Callable[[Reply], Read], trace: Trace | None) -> Read:
         call = self._call(trace)
         return self._read(await self._exchange(call, "GET", path), read, call)
 
     def _read(
-        self, reply: Reply, read: Callable[[Reply], Read], call: _Call, status: int = 200
+        self, reply: Reply, read: Callable[[Reply], Read], call: _ApiCall, status: int = 200
     ) -> Read:
         """Return what `read` finds in `reply`, which has the `status` of success.
 
@@ -317,7 +317,7 @@ class _Questions(ABC, Generic[Http]):
             InvalidInput, ServiceError: the service refused; or its reply makes no sense.
         """
         if reply.status != status:
-            raise answers.refused(reply, call.id)
+            raise answers.error_of(reply, call.id)
         try:
             with uninterrupted:  # the first one imports all families
                 return read(reply)
@@ -325,15 +325,15 @@ class _Questions(ABC, Generic[Http]):
             message = f"{self.url} replies what makes no sense here: {error!r}"
             raise ServiceError(message, reply.status, call.id) from error
 
-    def _call(self, trace: Trace | None) -> _Call:
-        given = trace or Trace()
-        request_id = given.request_id or uuid.uuid4().hex
+    def _call(self, trace: Trace | None) -> _ApiCall:
+        ids = trace or Trace()
+        request_id = ids.request_id or uuid.uuid4().hex
         headers = {**self._headers, "x-request-id": request_id}
-        if given.traceparent is not None:
-            headers["traceparent"] = given.traceparent
-        return _Call(request_id, headers, clock() + self._timeout_s)
+        if ids.traceparent is not None:
+            headers["traceparent"] = ids.traceparent
+        return _ApiCall(request_id, headers, clock() + self._timeout_s)
 
-    async def _exchange(self, call: _Call, method: str, path: str, body: bytes = b"") -> Reply:
+    async def _exchange(self, call: _ApiCall, method: str, path: str, body: bytes = b"") -> Reply:
         """Return the reply to a request, after at most `retries` further attempts.
 
         Raises:
@@ -359,20 +359,20 @@ class _Questions(ABC, Generic[Http]):
                 reply = await self._send(request, call.deadline)
                 if isinstance(reply, Reply) and reply.status not in REPEATED:
                     circuit.succeeded()
-                    self._answers_again()
+                    self._note_answer()
                     return reply
                 asked_s = 0.0 if isinstance(reply, str) else answers.retry_after_s(reply.headers)
                 circuit.failed(asked_s)
                 # Jitter, so that clients that failed together do not come back together.
                 pause = random.uniform(0, min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
                 if attempt == self._retries or clock() + asked_s + pause >= call.deadline:
-                    raise answers.unavailable(reply, asked_s, call.id)
+                    raise answers.unavailable_error(reply, asked_s, call.id)
                 await self._pause(asked_s + pause)
                 attempt += 1
         finally:
             circuit.ended(call)
 
-    def _instead(self, error: ServiceUnavailable) -> Predictor:
+    def _get_fallback(self, error: ServiceUnavailable) -> Predictor:
         if self._fallback is None:
             raise error
         if not self._is_away:
@@ -380,13 +380,13 @@ class _Questions(ABC, Generic[Http]):
         self._is_away = True
         return self._fallback
 
-    def _answers_again(self) -> None:
+    def _note_answer(self) -> None:
         if self._is_away:
             log.warning("%s answers again", self.url)
         self._is_away = False
 
 
-def _blocking(
+def _make_blocking(
     call: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Given], Result]:
     """Return `call` as a method of `Client`, where it never suspends."""
@@ -416,14 +416,14 @@ class Client(_Questions[httpx.Client]):
     """
 
     _connections = httpx.Client
-    choose = _blocking(_Questions._choose)
-    choose_many = _blocking(_Questions._choose_many)
-    rank = _blocking(_Questions._rank)
-    plan = _blocking(_Questions._plan)
-    devices = _blocking(_Questions._devices)
-    models = _blocking(_Questions._models)
-    submit = _blocking(_Questions._submit)
-    submission = _blocking(_Questions._submission)
+    choose = _make_blocking(_Questions._choose)
+    choose_many = _make_blocking(_Questions._choose_many)
+    rank = _make_blocking(_Questions._rank)
+    plan = _make_blocking(_Questions._plan)
+    devices = _make_blocking(_Questions._devices)
+    models = _make_blocking(_Questions._models)
+    submit = _make_blocking(_Questions._submit)
+    submission = _make_blocking(_Questions._submission)
 
     def close(self) -> None:
         """Close the connections; a later call makes new ones."""

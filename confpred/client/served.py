@@ -70,8 +70,8 @@ class ServedPredictor(Predictor):
         """Ask `client`, and for longer than `patience_s` seconds, or while it fails, `models`."""
         super().__init__(models)
         self._client, self._patience_s = client, patience_s
-        self._best_known: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
-        self._rankings_known: Recent[_Asked, _Choices] = Recent(RANKINGS_KEPT)
+        self._best_cache: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
+        self._ranking_cache: Recent[_Asked, _Choices] = Recent(RANKINGS_KEPT)
         self._background = PerProcess(_Background)
         self._answers_in_time = True
 
@@ -79,22 +79,22 @@ class ServedPredictor(Predictor):
         self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:
         """`choose` for each of `problems`, in order; all of them wait once."""
-        known, asked = self._device(device), list(problems)
+        target, asked = self._device(device), list(problems)
         accepted = check_max_regret(max_regret)
-        self._wait_for(asked, known, 1)
-        found = (self._answer(problem, known, 1, wait_for_it=False) for problem in asked)
-        return [with_fallback(choices, accepted)[0] for choices in found]
+        self._wait_for(asked, target, 1)
+        answers = (self._answer(problem, target, 1, wait_for_it=False) for problem in asked)
+        return [with_fallback(choices, accepted)[0] for choices in answers]
 
     def _answer(
         self, problem: Record, device: Device, top: int, *, wait_for_it: bool = True
     ) -> _Choices:
         if wait_for_it:
             self._wait_for([problem], device, top)
-        return self._known(top).get((problem, device, top)) or super()._answer(problem, device, top)
+        return self._cache(top).get((problem, device, top)) or super()._answer(problem, device, top)
 
-    def _known(self, top: int) -> Recent[_Asked, _Choices]:
+    def _cache(self, top: int) -> Recent[_Asked, _Choices]:
         """Return the answers of the service."""
-        return self._best_known if top == 1 else self._rankings_known
+        return self._best_cache if top == 1 else self._ranking_cache
 
     def _wait_for(self, problems: Sequence[Record], device: Device, top: int) -> None:
         """Have the service asked for what it has not answered, and wait while there is patience."""
@@ -102,7 +102,7 @@ class ServedPredictor(Predictor):
         missing = [
             problem
             for problem in dict.fromkeys(problems)
-            if isinstance(problem, Record) and self._known(top).get((problem, device, top)) is None
+            if isinstance(problem, Record) and self._cache(top).get((problem, device, top)) is None
         ]
         new = [p for p in missing if (p, device, top) not in background.under_way]
         if new:
@@ -119,15 +119,15 @@ class ServedPredictor(Predictor):
     def _ask(self, problems: Sequence[Record], device: Device, top: int) -> None:
         """Ask the service, in a thread, and keep what it says."""
         try:
-            found: list[_Choices]
+            answers: list[_Choices]
             if top == 1:
-                found = [(c,) for c in self._client.choose_many(problems, device)]
+                answers = [(c,) for c in self._client.choose_many(problems, device)]
             else:
-                found = [tuple(self._client.rank(p, device, top)) for p in problems]
+                answers = [tuple(self._client.rank(p, device, top)) for p in problems]
         except ConfpredError as error:
             return self._lose_patience(str(error))
-        for problem, choices in zip(problems, found, strict=True):
-            self._known(top).put((problem, device, top), choices)
+        for problem, choices in zip(problems, answers, strict=True):
+            self._cache(top).put((problem, device, top), choices)
         self._answers_in_time = True
         return None
 

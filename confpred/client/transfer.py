@@ -45,14 +45,14 @@ def _json(http: httpx.Client, path: str) -> dict[str, Any]:
     """Return the reply to a request."""
     try:
         reply = http.get(path)
-        found: dict[str, Any] = reply.json()
+        content: dict[str, Any] = reply.json()
     except (httpx.HTTPError, ValueError) as error:
         raise ServiceError(f"no reply to {path}: {error}", None, "-") from error
     if reply.status_code != 200:
-        said = found.get("error", {}).get("message", "")
+        said = content.get("error", {}).get("message", "")
         request = reply.headers.get("x-request-id", "-")
         raise ServiceError(f"{path}: {reply.status_code} {said}", reply.status_code, request)
-    return found
+    return content
 
 
 @contextmanager
@@ -164,14 +164,14 @@ def fetch_rows(url: str, folder: Path) -> None:
         ServiceError: the service does not answer, or takes no measurements.
     """
     with _service(url) as http:
-        for each in _json(http, "/v1/measurements")["measurements"]:
-            reply = http.get(f"/v1/measurements/{each['id']}/rows")
+        for upload in _json(http, "/v1/measurements")["measurements"]:
+            reply = http.get(f"/v1/measurements/{upload['id']}/rows")
             if reply.status_code == 404:
-                log.warning("%s has no rows of %.12s any more", url, each["id"])
-            elif reply.status_code != 200 or not re.fullmatch("[0-9a-f]{64}", each["id"]):
-                raise ServiceError(f"no rows of {each['id']:.64}", reply.status_code, "-")
+                log.warning("%s has no rows of %.12s any more", url, upload["id"])
+            elif reply.status_code != 200 or not re.fullmatch("[0-9a-f]{64}", upload["id"]):
+                raise ServiceError(f"no rows of {upload['id']:.64}", reply.status_code, "-")
             else:
-                (folder / f"part-{each['id']}.parquet").write_bytes(reply.content)
+                (folder / f"part-{upload['id']}.parquet").write_bytes(reply.content)
 
 
 @contextmanager

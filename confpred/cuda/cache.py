@@ -61,8 +61,8 @@ class KernelCache:
             content = path.read_bytes()
         except OSError:
             return None
-        if (payload := unsealed(content)) is not None:
-            used(path)
+        if (payload := unseal(content)) is not None:
+            note_use(path)
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)
         with contextlib.suppress(OSError):  # on a read-only disk it stays, and is found again
@@ -71,13 +71,13 @@ class KernelCache:
 
     def put(self, key: str, payload: bytes) -> None:
         """Store `payload` under `key`; an entry is either whole or absent."""
-        content = sealed(payload)
+        content = seal(payload)
         try:
             write_whole(self._path(key), lambda file: file.write(content), private=True)
         except StorageError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
         else:
-            added(self.folder, len(content), self.most)
+            note_addition(self.folder, len(content), self.most)
 
     def _path(self, key: str) -> Path:
         return self.folder / entry_name(key)
@@ -88,12 +88,12 @@ def entry_name(key: str) -> str:
     return f"{key[:2]}/{key}.cubin"
 
 
-def sealed(payload: bytes) -> bytes:
+def seal(payload: bytes) -> bytes:
     """Return the content of an entry: `payload` after its checksum."""
     return hashlib.sha256(payload).digest() + payload
 
 
-def unsealed(content: bytes) -> bytes | None:
+def unseal(content: bytes) -> bytes | None:
     """Return the payload of an entry's content; None if that is damaged."""
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if payload and hashlib.sha256(payload).digest() == digest else None
@@ -143,13 +143,13 @@ def most_bytes() -> int:
     return int(chosen) * 2**20
 
 
-def used(path: Path) -> None:
+def note_use(path: Path) -> None:
     """Note that the entry at `path` was used now."""
     with contextlib.suppress(OSError):  # a disk that is read-only: nothing can be removed either
         os.utime(path)
 
 
-def added(folder: Path, size: int, most: int) -> None:
+def note_addition(folder: Path, size: int, most: int) -> None:
     """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
     made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
     together = _added.get(folder, most) + size
@@ -183,10 +183,10 @@ def sweep(folder: Path, most: int) -> None:
 def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Time of the last use (ns), size in bytes, and path of everything that a sweep may remove."""
     abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
-    for part in _listed(folder):
+    for part in _list_folder(folder):
         if not part.is_dir(follow_symlinks=False):
             continue
-        for file in _listed(Path(part.path)):
+        for file in _list_folder(Path(part.path)):
             temporary = _TEMPORARY.fullmatch(file.name)
             if temporary or _ENTRY.fullmatch(file.name):
                 with contextlib.suppress(OSError):  # gone meanwhile
@@ -195,9 +195,9 @@ def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
                         yield status.st_mtime_ns, status.st_size, Path(file.path)
 
 
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
+def _list_folder(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from confpred._version import __version__
 from confpred.concurrency import uninterrupted
-from confpred.cuda.cache import KernelCache, default_folder, entry_name, sealed, unsealed
+from confpred.cuda.cache import KernelCache, default_folder, entry_name, seal, unseal
 from confpred.errors import CompileError, DataError, InvalidInput, MissingExtra
 from confpred.families.kernel_text import file_text, source_digest
 from confpred.files import read_json
@@ -32,7 +32,7 @@ _importing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledKernel:
     """A kernel ready to load.
 
     Attributes:
@@ -90,7 +90,7 @@ def _header(spec: KernelSpec) -> str:
 
 def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
-) -> Compiled:
+) -> CompiledKernel:
     """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open or from
     the cache.
 
@@ -99,24 +99,24 @@ def compile_kernel(
         MissingExtra: the compiler is not installed.
     """
     store = kernel_cache or KernelCache(default_folder())
-    known = compiled_before(spec, arch, store)
-    if known is not None:
-        return known
+    compiled = compiled_before(spec, arch, store)
+    if compiled is not None:
+        return compiled
     text = program_text(spec)
     cubin = _compile(text, spec, options(arch, name=spec.entry))
     store.put(_key(text, spec, arch), cubin)
-    return Compiled(cubin, spec.entry, cached=False)
+    return CompiledKernel(cubin, spec.entry, cached=False)
 
 
 def compiled_before(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
-) -> Compiled | None:
+) -> CompiledKernel | None:
     """Return `spec` for `arch` from a bundle or the cache; None if it has to be compiled."""
-    cubin = bundled(spec, arch)
+    cubin = read_bundled(spec, arch)
     if cubin is None:
         store = kernel_cache or KernelCache(default_folder())
         cubin = store.get(_key(program_text(spec), spec, arch))
-    return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
+    return None if cubin is None else CompiledKernel(cubin, spec.entry, cached=True)
 
 
 def keep_compiled(spec: KernelSpec, arch: str, cubin: bytes) -> None:
@@ -168,14 +168,14 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
     text, name = program_text(spec).encode(), spec.file.encode()
     with uninterrupted:
         _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
-        words = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
-        (refused,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+        arguments = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+        (refused,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
         log, ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
         size_of = nvrtc.nvrtcGetProgramLogSize if refused else nvrtc.nvrtcGetPTXSize
-        found = bytearray(size_of(program)[1])
-        (log if refused else ptx)(program, found)
+        buffer = bytearray(size_of(program)[1])
+        (log if refused else ptx)(program, buffer)
         nvrtc.nvrtcDestroyProgram(program)
-    result = found.rstrip(b"\0").decode()
+    result = buffer.rstrip(b"\0").decode()
     if refused:
         raise CompileError(f"{spec.file} with {dict(spec.defines)} for {arch}", result)
     return result
@@ -221,7 +221,7 @@ class KernelBundle:
             content = path.read_bytes()
         except OSError:
             return None
-        cubin = unsealed(content)
+        cubin = unseal(content)
         if cubin is None:
             log.warning("%s is damaged: compiling it again", path)
         return cubin
@@ -240,7 +240,7 @@ def bundle_files(
         "sources": {name: source_digest(name) for name in sorted({s.file for s in cubins})},
     }
     entries = {
-        f"{KERNELS}/{entry_name(_bundle_key(spec, arch))}": sealed(cubin)
+        f"{KERNELS}/{entry_name(_bundle_key(spec, arch))}": seal(cubin)
         for spec, cubin in cubins.items()
     }
     return {MANIFEST: json.dumps(manifest, indent=1) + "\n", **entries}
@@ -283,7 +283,7 @@ def close_kernels(bundle: KernelBundle) -> None:
         _incomplete.discard(bundle)
 
 
-def bundled(spec: KernelSpec, arch: str) -> bytes | None:
+def read_bundled(spec: KernelSpec, arch: str) -> bytes | None:
     """Return the cubin of `spec` for `arch` from the open bundles; None if they lack it.
 
     The first miss is a warning, because the user counts on a start without a compiler.
@@ -321,7 +321,7 @@ def compile_all(
     kernel_cache: KernelCache | None = None,
     *,
     threads: int | None = None,
-) -> dict[KernelSpec, Compiled]:
+) -> dict[KernelSpec, CompiledKernel]:
     """Compile each of `specs` once by `compile_kernel`, in `threads`, by default one a processor.
 
     Raises:

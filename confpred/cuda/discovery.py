@@ -112,9 +112,9 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     if (facts.regs_per_sm, facts.smem_reserved_per_block) != fixed:
         needed = "a GPU of {:,} registers a multiprocessor and {:,} bytes reserved a block"
         raise UnknownDevice("device", facts.name, needed.format(*fixed))
-    known = recall(key)
-    if known is not None and known.driver == facts.driver:
-        return device_from(known.board)
+    record = recall(key)
+    if record is not None and record.driver == facts.driver:
+        return device_from(record.board)
     try:
         rates = measure(facts.arch)
     except ConfpredError as error:
@@ -186,12 +186,12 @@ def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
 def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) -> float:
     """Return the fastest of some turns of `enqueue` on `stream`, by device events."""
     enqueue(stream)  # clocks rise, code is loaded
-    found = []
+    seconds = []
     for _ in range(_TURNS):
         start, end = (cuda_device.create_event({"timing_enabled": True}) for _ in range(2))
         stream.record(start)
         enqueue(stream)
         stream.record(end)
         end.sync()
-        found.append((end - start) * 1e-3)
-    return float(min(found))
+        seconds.append((end - start) * 1e-3)
+    return float(min(seconds))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from confpred.cuda.compiler import Compiled
+from confpred.cuda.compiler import CompiledKernel
 from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates
 from confpred.errors import LaunchError, MissingExtra, UnknownDevice
 from confpred.problem.device import Device
@@ -77,14 +77,14 @@ def device_of(ordinal: int) -> Device:
     Raises:
         UnknownDevice: there can be none.
     """
-    found = _found(ordinal)
-    if isinstance(found, UnknownDevice):
-        raise found
-    return found
+    description = _describe_device(ordinal)
+    if isinstance(description, UnknownDevice):
+        raise description
+    return description
 
 
 @lru_cache
-def _found(ordinal: int) -> Device | UnknownDevice:
+def _describe_device(ordinal: int) -> Device | UnknownDevice:
     """Return the description, or why there is none, so that nothing is measured twice."""
     cuda_device = _cuda_device(ordinal)
     facts = Facts.of(cuda_device, describe(ordinal)[1])
@@ -131,7 +131,7 @@ def sm_clock_mhz(ordinal: int) -> int:
         return 0
 
 
-def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
+def load(compiled: CompiledKernel, smem_bytes: int) -> LoadedKernel:
     """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory, or
     as much as a block can have beside the arrays that the kernel declares itself.
 
@@ -203,8 +203,8 @@ class _Attribute(ctypes.Structure):
 def _attributes(step: Step) -> Any:
     """Return the launch attributes of `step`, an array that may be empty."""
     cooperative = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    found = [_Attribute(cooperative, 0, (ctypes.c_int * 16)(1))] if step.cooperative else []
-    return (_Attribute * len(found))(*found)
+    attributes = [_Attribute(cooperative, 0, (ctypes.c_int * 16)(1))] if step.cooperative else []
+    return (_Attribute * len(attributes))(*attributes)
 
 
 class NoContext(LaunchError):

@@ -18,7 +18,7 @@ from confpred.cudnn.table import (
     KNOBS,
     NOTES,
     RELEASE,
-    Table,
+    PlanTable,
     kind_of,
     read_lines,
     release_text,
@@ -46,10 +46,10 @@ TILES_FILE = Path(__file__).with_name("tiles.csv")
 #: block takes at a time, its threads, the registers of a thread, and its bytes of shared memory.
 PLAN = "plan"
 TILE_FIELDS = ("block_rows", "block_columns", "block_terms", "threads", "registers", "smem_bytes")
-#: `described`, by column. Shares are of the products that tiles compute, padding included; *work*
-#: is that of the multiprocessor that has most of it, over an even share of what is needed, in
-#: whole sums and in sums that are cut into as many slices as fill the device; *traffic* is what
-#: blocks read over what tensors hold.
+#: Columns of `describe_tiles`. Shares are of the products that tiles compute, padding included;
+#: *work* is that of the multiprocessor that has most of it, over an even share of the work needed,
+#: in whole sums and in sums that are cut into as many slices as fill the device; *traffic* is the
+#: bytes that blocks read over the bytes of the tensors.
 TILE_NAMES = (
     *TILE_FIELDS[:3], "log_blocks", "blocks_per_sm", "log_waves", "wave_share", "tile_share",
     "channel_share", "log_steps", "log_work", "log_split_work", "log_sums", "log_traffic",
@@ -60,10 +60,10 @@ def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]
     """Return each of ``TILE_FIELDS`` as an array over so many plans, 0 where nothing is known."""
     names = (PLAN, *TILE_FIELDS)
     numbers = np.array([[int(line[name]) for name in names] for line in lines], np.int64)
-    found = np.zeros((len(TILE_FIELDS), plans), np.int64)
-    found[:, numbers[:, 0]] = numbers[:, 1:].T
-    found.setflags(write=False)
-    return dict(zip(TILE_FIELDS, found, strict=True))
+    table = np.zeros((len(TILE_FIELDS), plans), np.int64)
+    table[:, numbers[:, 0]] = numbers[:, 1:].T
+    table.setflags(write=False)
+    return dict(zip(TILE_FIELDS, table, strict=True))
 
 
 @cache
@@ -80,15 +80,15 @@ def tiles_nd() -> dict[str, Array]:
     return {name: np.where(rows < 0, 0, values[rows]) for name, values in tiles().items()}
 
 
-def described(problem: Problem | ConvNd, device: Device, known: Columns, rows: Rows) -> Floats:
+def describe_tiles(problem: Problem | ConvNd, device: Device, tiles: Columns, rows: Rows) -> Floats:
     """Return what the tiles of the plans `rows` mean for `problem`, as columns ``TILE_NAMES``."""
-    tile = {name: values[rows] for name, values in known.items()}
-    found = np.zeros((len(rows), len(TILE_NAMES)))
+    tile = {name: values[rows] for name, values in tiles.items()}
+    columns = np.zeros((len(rows), len(TILE_NAMES)))
     seen = tile["block_terms"] > 0
     if seen.any():
         some = {name: values[seen] for name, values in tile.items()}
-        found[seen] = np.column_stack(_columns(problem, device, some))
-    return found
+        columns[seen] = np.column_stack(_columns(problem, device, some))
+    return columns
 
 
 def _columns(p: Problem | ConvNd, device: Device, tile: Columns) -> list[Floats | Array]:
@@ -155,7 +155,7 @@ class CudnnPlans:
         self,
         name: str,
         operation: Operation,
-        table: Callable[[], Table],
+        table: Callable[[], PlanTable],
         tiles: Callable[[], Mapping[str, Array]],
     ) -> None:
         self.name, self.operation, self._table, self._tiles = name, operation, table, tiles
@@ -216,7 +216,7 @@ class CudnnPlans:
         own = [plans.configs[name][rows] for name in _DESCRIBED]
         own += [plans.notes[name][rows] for name in NOTES]
         shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
-        tiled = described(problem, device, self._tiles(), rows)
+        tiled = describe_tiles(problem, device, self._tiles(), rows)
         return np.column_stack([shared, *own, tiled]).astype(np.float32)
 
     def launch(self, problem: Problem | ConvNd, row: int) -> Launch:

@@ -56,7 +56,7 @@ COLUMNS = (RELEASE, ENGINE, *KNOBS, *NOTES, KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PlanTable:
     """All plans.
 
     Attributes:
@@ -83,15 +83,15 @@ def kind_of(problem: Problem | ConvNd) -> str:
         "residual": p.residual,
         p.activation: p.activation != "none",
     }
-    found = [p.direction, p.dtype, p.grouping, "1x1" if p.taps == 1 else "window"]
-    found += [p.layout] if isinstance(p, ConvNd) else []
-    return " ".join([*found, *(name for name, has in facts.items() if has)])
+    words = [p.direction, p.dtype, p.grouping, "1x1" if p.taps == 1 else "window"]
+    words += [p.layout] if isinstance(p, ConvNd) else []
+    return " ".join([*words, *(name for name, has in facts.items() if has)])
 
 
 def release_of(version: int) -> int:
     """Return the number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
-    major, rest = divmod(version, 10_000)
-    return major * 100 + rest // 100
+    major, minor_patch = divmod(version, 10_000)
+    return major * 100 + minor_patch // 100
 
 
 def release_text(release: int) -> str:
@@ -106,7 +106,7 @@ def read_lines(file: Path) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, str]]) -> PlanTable:
     """Return the table that these lines hold."""
     lines = list(lines)
     fields = (RELEASE, ENGINE, *KNOBS)
@@ -123,7 +123,7 @@ def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
             kinds[kind][rows] = True
     for array in (*notes.values(), *kinds.values()):
         array.setflags(write=False)
-    return Table(configs, MappingProxyType(notes), MappingProxyType(kinds))
+    return PlanTable(configs, MappingProxyType(notes), MappingProxyType(kinds))
 
 
 @cache
@@ -132,13 +132,13 @@ def _number(text: str) -> int:
 
 
 @cache
-def table() -> Table:
+def table() -> PlanTable:
     """Return the contents of ``plans.csv``."""
     return table_of(read_lines(FILE))
 
 
 @cache
-def table_nd() -> Table:
+def table_nd() -> PlanTable:
     """Return the contents of ``plans_nd.csv``."""
     return table_of(read_lines(FILE_ND))
 
@@ -146,11 +146,11 @@ def table_nd() -> Table:
 def config_of(name: str) -> dict[str, int] | None:
     """Return engine and knobs of the plan that the front end calls `name`; None for a knob that is
     newer than this module, or a name of another form."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    config = {ENGINE: int(found[1])}
-    for number, value in _KNOB.findall(found[2]):
+    config = {ENGINE: int(match[1])}
+    for number, value in _KNOB.findall(match[2]):
         if int(number) >= len(KNOBS):
             return None
         config[KNOBS[int(number)]] = int(value)

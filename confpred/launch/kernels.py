@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled, compile_kernel
+from confpred.cuda.compiler import CompiledKernel, compile_kernel
 from confpred.problem.operation import KernelSpec, Launch
 
 #: Enqueues a launch, given the handle of a CUDA stream and the addresses of the operands.
@@ -22,7 +22,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @cache
-def _submitted(spec: KernelSpec, arch: str) -> Future[Compiled]:
+def _submitted(spec: KernelSpec, arch: str) -> Future[CompiledKernel]:
     """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
     return _threads().submit(compile_kernel, spec, arch)
 
@@ -61,8 +61,8 @@ def bound(launch: Launch, names: Sequence[str], ordinal: int) -> Enqueue:
 
 def _reset_after_fork() -> None:
     """Forget threads and kernels, which a child process does not have."""
-    for found in (_threads, _submitted, loaded):
-        found.cache_clear()
+    for cached in (_threads, _submitted, loaded):
+        cached.cache_clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

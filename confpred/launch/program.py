@@ -110,5 +110,5 @@ def _made(view: View, operands: Operands, made: dict[View, Tensor]) -> Tensor:
     offset = tensor.storage_offset() + view.offset
     one = view.shape[0] == 1
     shape, strides = (view.shape[1:], view.strides[1:]) if one else (view.shape, view.strides)
-    found = made[view] = tensor.as_strided(shape, strides, offset)
-    return found
+    matrices = made[view] = tensor.as_strided(shape, strides, offset)
+    return matrices

@@ -53,7 +53,7 @@ def measure_calls(
     call = family.example(problem)
     compile_all(call, rows, partial(torch.cuda.set_device, ordinal))
     outcomes = check_calls(call, rows, report)
-    seconds = {row: _once(call, row) for row, found in outcomes.items() if found.status == "ok"}
+    seconds = {row: _once(call, row) for row, outcome in outcomes.items() if outcome.status == "ok"}
     limit = max(HOPELESS_SECONDS, HOPELESS_FACTOR * min(seconds.values(), default=0.0))
     for row in [row for row, taken in seconds.items() if taken > limit]:
         outcomes[row] = outcomes[row].timed(Timing(1e3 * seconds.pop(row), 0.0, 1))
@@ -63,7 +63,7 @@ def measure_calls(
     copies = min(max(launches, default=1), -(-_L2_MULTIPLE * l2_bytes // max(size, 1)))
     calls = [call, *(family.example(problem) for _ in range(copies - 1))]
     graphs = [
-        TorchGraph([partial(each.launch, row) for each in islice(cycle(calls), count)])
+        TorchGraph([partial(one.launch, row) for one in islice(cycle(calls), count)])
         for row, count in zip(seconds, launches, strict=True)
     ]
     torch.cuda.synchronize()
@@ -115,7 +115,7 @@ def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Ou
             continue
         if not expected:
             expected = {n: t.clone() for n, t in call.tensors.items() if not t.equal(before[n])}
-        errors = {name: relative_error(call.tensors[name], told) for name, told in expected.items()}
+        errors = {name: relative_error(call.tensors[name], expected[name]) for name in expected}
         faults = [
             f"the error of {name} is {error:.2g}, against the first config's"
             for name, error in errors.items()
@@ -133,9 +133,9 @@ def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Ou
     return outcomes
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return ||found - expected|| / ||expected||; NaN at the same places is equal."""
-    both = found.double(), expected.double()
+    both = actual.double(), expected.double()
     if not both[0].isnan().equal(both[1].isnan()):
         return float("inf")
     one, other = (t.nan_to_num() for t in both)

@@ -103,7 +103,7 @@ def _checked(
     for row in rows:
         report(row)
         launch = family.launch(problem, row)
-        with _failing(row, failures, "launch_error" if launch.plan is None else "illegal"):
+        with _record_failure(row, failures, "launch_error" if launch.plan is None else "illegal"):
             runner = loader.runner(launch)
             size = runner.launch.scratch_bytes
             if launch.plan is not None and size > MAX_WORKSPACE_BYTES:
@@ -115,7 +115,7 @@ def _checked(
     shared, checked = _Shared(arena, operands, references), list[_Checked]()
     for row, runner in runners.items():
         report(row)
-        with _failing(row, failures):
+        with _record_failure(row, failures):
             candidate = _check_one(shared, row, runner)
             if candidate.outcome.status == "ok":
                 checked.append(candidate)
@@ -125,7 +125,7 @@ def _checked(
 
 
 @contextmanager
-def _failing(
+def _record_failure(
     row: int, failures: dict[int, Outcome], refused: Status = "launch_error"
 ) -> Iterator[None]:
     """Put the outcome of a config that cannot run among `failures`, `refused` where the driver or
@@ -204,10 +204,10 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
             hopeless[candidate.row] = candidate.outcome.timed(Timing(1e3 * seconds, 0.0, 1))
         else:
             useful.append(replace(candidate, seconds=seconds))
-    return hopeless | _replayed(shared, useful, seed)
+    return hopeless | _time_replays(shared, useful, seed)
 
 
-def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
+def _time_replays(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
     arena = shared.arena
     graphs: list[Replayable] = []
     launches, slot = [], 0

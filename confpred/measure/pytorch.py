@@ -105,7 +105,7 @@ def measure_pytorch(
     torch.cuda.set_device(ordinal)
     torch.backends.cudnn.benchmark = mode == "benchmark"
     l2_bytes = driver.device_of(ordinal).l2_bytes
-    call = as_the_library_calls(operation, problem, ordinal)
+    call = library_call(operation, problem, ordinal)
     try:
         (first,) = operands(operation, problem, 1)
         call(first)
@@ -130,7 +130,7 @@ def measure_pytorch(
     return outcome.timed(timing, driver.sm_clock_mhz(ordinal))
 
 
-def as_the_library_calls(
+def library_call(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, Tensor]], Any]:
     """Return the call that the library makes where PyTorch's operator is the answer."""
@@ -156,14 +156,14 @@ def cudnn_version() -> str:
     number = torch.backends.cudnn.version()
     if number is None:
         return ""
-    major, rest = divmod(number, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, minor_patch = divmod(number, 10_000)
+    return f"{major}.{minor_patch // 100}.{minor_patch % 100}"
 
 
 # Launches with matrix products in them, on operands in an arena.
 
 
-class _Memory:
+class _DeviceBytes:
     """Device memory as others hand it to PyTorch (CUDA Array Interface, version 3)."""
 
     def __init__(self, address: int, size: int) -> None:
@@ -181,22 +181,22 @@ def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) 
     torch.cuda.set_device(ordinal)
     sizes = workspaces(runner.launch) | {name: o.bytes for name, o in operands.items()}
     dtypes = {name: getattr(torch, operand.dtype) for name, operand in operands.items()}
-    known: dict[tuple[int, ...], list[Tensor]] = {}
+    operand_sets: dict[tuple[int, ...], list[Tensor]] = {}
 
     def tensors(addresses: Sequence[int]) -> list[Tensor]:
         memory = zip(runner.names, addresses, strict=True)
-        plain = {n: torch.as_tensor(_Memory(a, sizes[n]), device="cuda") for n, a in memory}
+        plain = {n: torch.as_tensor(_DeviceBytes(a, sizes[n]), device="cuda") for n, a in memory}
         return [t.view(dtypes.get(name, torch.uint8)) for name, t in plain.items()]
 
     def enqueue(stream: int, addresses: Sequence[int]) -> None:
         key = tuple(addresses)
-        if key not in known:
-            known[key] = tensors(addresses)
+        if key not in operand_sets:
+            operand_sets[key] = tensors(addresses)
         if torch.cuda.current_stream().cuda_stream == stream:
-            runner.enqueue(stream, known[key])
+            runner.enqueue(stream, operand_sets[key])
         else:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-                runner.enqueue(stream, known[key])
+                runner.enqueue(stream, operand_sets[key])
 
     return replace(runner, enqueue=enqueue)
 

@@ -186,5 +186,5 @@ def with_fallback(choices: Sequence[Choice], max_regret: float | None) -> list[C
         server=first.server,
     )
     # The bound is of a first choice alone.
-    rest = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
-    return [fallback, *rest][: len(choices)]
+    kernels = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
+    return [fallback, *kernels][: len(choices)]

@@ -141,22 +141,22 @@ def explain_layers(
 ) -> Iterator[LayerExplanation]:
     """`explain_layer` for each of `problems`, in order. `layers` has what this fills for later
     calls with one predictor, by the version of a model."""
-    known, asked = get_device(device), predictor or Predictor.load()
+    gpu, asked = get_device(device), predictor or Predictor.load()
     check_top(top)
     layers = {} if layers is None else layers
     for problem in problems:
-        ranked = asked.rank(problem, known, MAX_TOP)
-        model = asked.own_model(type(problem), known)
+        ranked = asked.rank(problem, gpu, MAX_TOP)
+        model = asked.own_model(type(problem), gpu)
         if model is not None and model.version not in layers:
             layers[model.version] = NearestLayers(model)
-        memory_ms, arithmetic_ms = known.memory_s(problem) * 1e3, known.arithmetic_s(problem) * 1e3
+        memory_ms, arithmetic_ms = gpu.memory_s(problem) * 1e3, gpu.arithmetic_s(problem) * 1e3
         yield LayerExplanation(
             problem=problem,
-            device=known.key,
+            device=gpu.key,
             choices=tuple(ranked[:top]),
             roofline=Roofline(problem.minimum_bytes, problem.flops, memory_ms, arithmetic_ms),
-            pytorch_ms=asked.expected_ms(problem, known, PYTORCH_OPERATOR),
-            comparisons=tuple(_comparisons(problem, known, model, ranked)),
+            pytorch_ms=asked.expected_ms(problem, gpu, PYTORCH_OPERATOR),
+            comparisons=tuple(_comparisons(problem, gpu, model, ranked)),
             model=None if model is None else model.version,
             nearest=layers[model.version].nearest(problem, NEAREST) if model else (),
         )
@@ -170,7 +170,7 @@ def _comparisons(
     if learned is None:
         return
     others = [c.candidate for c in ranked[1:] if c.provider == chosen.provider][:1]
-    others.append(middling(learned, problem, device))
+    others.append(median_config(learned, problem, device))
     for other in dict.fromkeys(others):
         if other != chosen:
             yield compare(learned, problem, device, chosen, other)
@@ -188,7 +188,7 @@ _SOURCES: Mapping[str, str] = {
 FEATURES_SHOWN = 6
 
 
-class Table(NamedTuple):
+class Listing(NamedTuple):
     """A part of an explanation: headings and rows, after a title and a remark, either of which may
     be empty. The first `right` columns are numbers."""
 
@@ -254,24 +254,24 @@ def _pytorch(explanation: LayerExplanation) -> str:
     return text
 
 
-def tables(explanation: LayerExplanation) -> Iterator[Table]:
+def tables(explanation: LayerExplanation) -> Iterator[Listing]:
     """Yield the choices, each comparison, and the nearest measured layers."""
     best, rows = explanation.choice.predicted_ms, [("rank", "ms", "ratio", "source", "candidate")]
     for rank, choice in enumerate(explanation.choices, 1):
         ms = choice.predicted_ms
         times = ("", "") if ms is None else (f"{ms:.4f}", f"{ms / best:.3f}" if best else "")
         rows.append((str(rank), *times, choice.source, _words(choice.candidate)))
-    yield Table("", "", 3, rows)
+    yield Listing("", "", 3, rows)
     yield from map(_comparison, explanation.comparisons)
     if explanation.nearest:
         rows = [("distance", "ms", "of roofline", "fastest", "layer")]
         for n in explanation.nearest:
             figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
             rows.append((*figures, _words(n.candidate), str(n.problem)))
-        yield Table(f"Nearest layers that model {explanation.model} has measured", "", 3, rows)
+        yield Listing(f"Nearest layers that model {explanation.model} has measured", "", 3, rows)
 
 
-def _comparison(comparison: Comparison) -> Table:
+def _comparison(comparison: Comparison) -> Listing:
     rows = [("factor", "from", "values: chosen -> other")]
     for part in comparison.contributions:
         shown = [f"{name} {a:.4g} -> {b:.4g}" for name, (a, b) in part.features.items()]
@@ -279,7 +279,7 @@ def _comparison(comparison: Comparison) -> Table:
             shown[FEATURES_SHOWN:] = [f"and {len(shown) - FEATURES_SHOWN} more"]
         rows.append((f"{part.ratio:.3f}", part.theme, ", ".join(shown)))
     remark = f"It is expected to take {comparison.ratio:.3f} times as long. The factors of that:"
-    return Table(f"Why not {_words(comparison.other)}", remark, 1, rows)
+    return Listing(f"Why not {_words(comparison.other)}", remark, 1, rows)
 
 
 def _words(candidate: Candidate) -> str:
@@ -294,7 +294,7 @@ def _amount(count: int, unit: str) -> str:
     return f"{value:.3g} {prefixes[0]}{unit}"
 
 
-def _aligned(table: Table) -> Iterator[str]:
+def _aligned(table: Listing) -> Iterator[str]:
     """Yield the rows with aligned columns, headings first."""
     widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
     sides = [">" if i < table.right else "<" for i in range(len(widths))]
@@ -365,7 +365,7 @@ class Comparison:
         }
 
 
-def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
+def median_config(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
     """Return the legal config in the middle of the model's order; of two, the faster one."""
     rows = learned.legal(problem, device)
     cost = learned.ordering.predict(learned.features(problem, device, rows))
@@ -476,12 +476,12 @@ class NearestLayers:
         squares = ((self._sizes - np.array(sizes)) ** 2).sum(axis=1)
         unlike = (self._kinds != np.array(kinds, object)).sum(axis=1)
         distance = np.sqrt(squares + _UNLIKE**2 * unlike)
-        found = []
+        layers = []
         for i in np.argsort(distance, kind="stable")[:count].tolist():
             near, best = self._problems[i], self._best[i]
             share = self._device.roofline_s(near) * 1e3 / best.time_ms
-            found.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
-        return tuple(found)
+            layers.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
+        return tuple(layers)
 
 
 def _place(problem: Record) -> tuple[list[float], list[object]]:

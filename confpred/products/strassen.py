@@ -89,7 +89,7 @@ class Strassen(chains.ChainFamily):
     ) -> dict[str, NDArray[np.float64]]:
         """Return the estimate: products by the roofline, and passes by what they move, most of
         which stays in the L2 cache where it fits."""
-        p, found = problem, []
+        p, estimates = problem, []
         for row in rows:
             launch = self.launch(p, int(row))
             flops = moved = 0.0
@@ -104,8 +104,8 @@ class Strassen(chains.ChainFamily):
             seconds = chains.product_s(p, device, flops, moved) + passes / device.dram_bytes_per_s
             seconds += len(launch.program) * chains.LAUNCH_S
             filled, saved = 8.0 / 7.0 * flops / p.flops, 1.0 - flops / p.flops
-            found.append((seconds, filled, saved, float(launch.workspace_bytes)))
-        estimate, filled, saved, workspace = np.array(found, np.float64).reshape(-1, 4).T
+            estimates.append((seconds, filled, saved, float(launch.workspace_bytes)))
+        estimate, filled, saved, workspace = np.array(estimates, np.float64).reshape(-1, 4).T
         return {
             "inner": self.configs["inner"][rows].astype(np.float64),
             "log_half_batch": np.log2(np.full(len(rows), float(-(-p.batch // 2)))),
@@ -118,7 +118,7 @@ class Strassen(chains.ChainFamily):
     def launch(self, problem: LinearChain, row: int) -> Launch:
         p = problem
         ends = (0, p.layers - 1) if int(self.configs["inner"][row]) == INNER else ()
-        return _Chain(p, [index not in ends for index in range(p.layers)]).launch()
+        return _ChainLaunch(p, [index not in ends for index in range(p.layers)]).launch()
 
 
 FAMILY = Strassen()
@@ -132,7 +132,7 @@ def _half(p: LinearChain, width: int) -> int:
     return -(-width // (2 * vector)) * vector
 
 
-class _Chain:
+class _ChainLaunch:
     """The launch of a chain, of which some layers are `halved`."""
 
     def __init__(self, p: LinearChain, halved: list[bool]) -> None:

@@ -56,8 +56,8 @@ class TritonOperation:
         self.name = name
         self.problem: type[KernelCall] = call_record(name, key)
         self.feature_names: tuple[str, ...] = (
-            *(f"log_{each}" for each in key),
-            *(f"aligned_{each}" for each in key),
+            *(f"log_{argument}" for argument in key),
+            *(f"aligned_{argument}" for argument in key),
             *("dtype", "itemsize", "log_elements"),
         )
 

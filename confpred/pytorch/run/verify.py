@@ -27,7 +27,7 @@ from confpred.cuda import driver
 from confpred.errors import ConfpredError, first_line
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
-from confpred.measure.pytorch import as_the_library_calls, operands
+from confpred.measure.pytorch import library_call, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.pytorch.run import choosing
@@ -80,7 +80,7 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
         if fused is None:
-            calls[own] = partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
+            calls[own] = partial(library_call(CONVOLUTION, problem, ordinal), tensors)
         else:
             calls[own] = partial(fused.run, *given)
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))

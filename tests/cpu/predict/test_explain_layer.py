@@ -24,7 +24,7 @@ from confpred.predict.explain import (
     LayerExplanation,
     NearestLayers,
     compare,
-    middling,
+    median_config,
     theme_of,
 )
 from confpred.predict.predictor import Predictor
@@ -78,7 +78,7 @@ def test_comparisons_are_with_the_next_and_with_a_middling_config(explained, our
     ranked = ours.rank(UNSEEN, "h100", 2)
     assert [c.other for c in explained.comparisons] == [
         ranked[1].candidate,
-        middling(model.families[FAMILY.name], UNSEEN, H100),
+        median_config(model.families[FAMILY.name], UNSEEN, H100),
     ]
     near, far = (c.ratio for c in explained.comparisons)
     assert near == pytest.approx(ranked[1].predicted_ms / ranked[0].predicted_ms)
@@ -89,7 +89,7 @@ def test_a_middling_config_is_in_the_middle(model):
     learned = model.families[FAMILY.name]
     rows = learned.legal(UNSEEN, H100)
     cost = learned.order.predict(learned.features(UNSEEN, H100, rows))
-    middle = cost[rows == middling(learned, UNSEEN, H100).config_id]
+    middle = cost[rows == median_config(learned, UNSEEN, H100).config_id]
     assert (cost < middle).sum() <= len(rows) / 2
     assert (cost > middle).sum() <= len(rows) / 2
 
