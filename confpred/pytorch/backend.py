@@ -90,13 +90,13 @@ class Options:
         return Wishes(self.limits, self.max_regret)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Options:
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
         """Return the options that a dictionary names."""
         names = [f.name for f in fields(cls)]
-        for name in given or {}:
+        for name in options or {}:
             if name not in names:
                 raise InvalidInput("options", name, nearest(name, names))
-        return cls(**(given or {}))
+        return cls(**(options or {}))
 
 
 def confpred(
@@ -133,7 +133,7 @@ def _guard_hooks() -> None:
     def restore(*_: Any) -> None:
         config.skip_nnmodule_hook_guards = True
         callback.callback_handler.end_callbacks = [
-            each for each in callback.callback_handler.end_callbacks if each is not restore
+            end for end in callback.callback_handler.end_callbacks if end is not restore
         ]
 
     callback.on_compile_end(restore)
@@ -181,8 +181,8 @@ class Compiler:
                 if choice is not None:
                     choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
 
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        inputs = known.input_info
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        inputs = metadata.input_info
         why = passes.foreign_operator(gm)
         if len(inputs) != len(example_inputs):  # AOTAutograd has put some together
             why = "inputs that it writes to share memory"
@@ -257,8 +257,8 @@ class Compiler:
             gm, steps = self._decomposed(gm, inputs, steps), []
         self._attempt(gm, [*steps, passes.update_in_place])
         run = partial(self._run, inputs=inputs, kind="inference")
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        static = known.static_input_indices
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        static = metadata.static_input_indices
         return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -288,9 +288,9 @@ class Compiler:
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        static, visible = known.static_input_indices, known.num_forward_returns
-        known.bw_donated_idxs = []
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        static, visible = metadata.static_input_indices, metadata.num_forward_returns
+        metadata.bw_donated_idxs = []
         self._finish(gm, static)
         return self._run(gm, static, inputs, "forward", visible)
 
@@ -323,7 +323,7 @@ class Compiler:
         """Return the steps that let confpred compute norms of `kinds`; none where nothing is known
         of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        serve = partial(normalising.serve_norms, choose=choose, operations=names, found=self.norms)
+        serve = partial(normalising.serve_norms, choose=choose, operations=names, layers=self.norms)
         return [serve, layouts.keep_strides] if names else []
 
     def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
@@ -380,15 +380,15 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
         if isinstance(top, int) and top and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
                 how = ordinal, top, options.wishes
-                found: dict[Record, Choice | None] = {
+                by_problem: dict[Record, Choice | None] = {
                     p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)
                 }
-            rest = [problem for problem in problems if problem not in found]
-            found |= zip(rest, choose(rest) if rest else (), strict=True)
-            return [found[problem] for problem in problems]
+            others = [problem for problem in problems if problem not in by_problem]
+            by_problem |= zip(others, choose(others) if others else (), strict=True)
+            return [by_problem[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.wishes)
-        known = dict.fromkeys(choice for choice in choices if choice is not None)
-        compile_ahead(list(known), ordinal, options.limits)
+        distinct = dict.fromkeys(choice for choice in choices if choice is not None)
+        compile_ahead(list(distinct), ordinal, options.limits)
         return choices
 
     return choose

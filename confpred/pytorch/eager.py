@@ -84,8 +84,8 @@ def conv2d(
         InvalidInput: an argument is not allowed, or a tensor has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
-    given: Any = (x, weight, bias, residual, activation, limits)
-    return _convolution(4, stride, padding, dilation, groups, *given)
+    arguments: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(4, stride, padding, dilation, groups, *arguments)
 
 
 def convolution(
@@ -119,8 +119,8 @@ def convolution(
     if not 3 <= weight.dim() <= 2 + MAX_RANK:
         allowed = f"a tensor of 3 to {2 + MAX_RANK} dimensions"
         raise InvalidInput("weight", tuple(weight.shape), allowed)
-    given: Any = (x, weight, bias, residual, activation, limits)
-    return _convolution(weight.dim(), stride, padding, dilation, groups, *given)
+    arguments: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(weight.dim(), stride, padding, dilation, groups, *arguments)
 
 
 def _convolution(
@@ -139,11 +139,11 @@ def _convolution(
     axes = [_axes(argument, size, dims - 2) for argument, size in sizes.items()]
     geometry: Geometry = (axes[0], axes[1], axes[2], groups)
     pytorch: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 3]
-    given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
-    if torch.compiler.is_compiling() or not is_plain(*given):
+    operands = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
+    if torch.compiler.is_compiling() or not is_plain(*operands):
         out = pytorch(x, weight, bias, *geometry)
         return activated(name, out if residual is None else out + residual)
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
         return pytorch(x, weight, bias, *geometry)  # type: ignore[no-any-return]  # its error
@@ -182,8 +182,8 @@ def cast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return the operands of a convolution of `x` as autocast casts them."""
     dtype = cast_dtype(x)
-    given = (x, *others)
-    return given if dtype is None else tuple(None if t is None else t.to(dtype) for t in given)
+    tensors = (x, *others)
+    return tensors if dtype is None else tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -334,8 +334,8 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             return True
         own_ms = choice.predicted_ms
         if assignment.candidate != choice.candidate:  # cuDNN did not build the plan
-            known = choosing.current_predictor()
-            own_ms = known.expected_ms(assignment.problem, choice.device, assignment.candidate)
+            predictor = choosing.current_predictor()
+            own_ms = predictor.expected_ms(assignment.problem, choice.device, assignment.candidate)
         if choice.pytorch_ms is not None and own_ms is not None:
             saved += choice.pytorch_ms - own_ms
     return saved >= LEAST_MS

@@ -210,16 +210,16 @@ def explain(
         UnknownDevice: no description of `device` is known.
         ConfpredError: the forward cannot be captured.
     """
-    known, remarks = _device_here() if device is None else (get_device(device), [])
+    gpu, remarks = _device_here() if device is None else (get_device(device), [])
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     training = model.training if training is None else training
-    captured = capture(model, example_inputs, known, training=training, dtype=dtype)
+    captured = capture(model, example_inputs, gpu, training=training, dtype=dtype)
     step, rows = captured.explanation()
     remarks += [f"Timed here, {text}." for text in status(model).verified]
     if step.gain < _POOR:
-        remarks += _in_half(model, example_inputs, known, dtype, step, training)
-    return Explanation(known.key, step, rows, training, (*remarks, *_remarks(step, rows, known)))
+        remarks += _in_half(model, example_inputs, gpu, dtype, step, training)
+    return Explanation(gpu.key, step, rows, training, (*remarks, *_remarks(step, rows, gpu)))
 
 
 def _device_here() -> tuple[Device, list[str]]:
@@ -302,8 +302,8 @@ class Recorder(Compiler):
         image = val_of(arguments_of(node)[0])
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
         for direction in directions:
-            known = self._known.setdefault((name_of(node), direction), [])
-            known.append((sizes, _convolution_s(node, self._device)))
+            estimates = self._known.setdefault((name_of(node), direction), [])
+            estimates.append((sizes, _convolution_s(node, self._device)))
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -325,15 +325,15 @@ class Recorder(Compiler):
 
     def explanation(self) -> tuple[Step, tuple[Row, ...]]:
         """Return what was captured, as a whole and in rows."""
-        known = {key: list(values) for key, values in self._known.items()}
+        remaining = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
         sizes: dict[Any, tuple[tuple[int, ...], float]] = {}
         for site in (*self.sites, *self.norms):
-            values = known.get((site.name, site.direction))
-            found = values.pop(0) if values else (site.sizes, 0.0)
-            key = (site.direction, site.problem, site.fused, site.why, found)
+            values = remaining.get((site.name, site.direction))
+            noted = values.pop(0) if values else (site.sizes, 0.0)
+            key = (site.direction, site.problem, site.fused, site.why, noted)
             kinds.setdefault(key, []).append(site)
-            sizes[key] = found
+            sizes[key] = noted
         rows = [_row(group, self._device, *sizes[key]) for key, group in kinds.items()]
         convolutions = [row for row in rows if row.sizes and row.direction not in DIRECTIONS]
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
@@ -349,7 +349,7 @@ class Recorder(Compiler):
             unpredicted=sum(len(row.layers) for row in convolutions if row.is_estimate),
             added={n: count for n, count in (after - before).items() if not n.startswith(_INSTEAD)},
         )  # fmt: skip
-        others = sorted(self._others.items(), key=lambda each: -sum(s for _, s in each[1]))
+        others = sorted(self._others.items(), key=lambda item: -sum(s for _, s in item[1]))
         return step, (*rows, *(_other_row(name, calls) for name, calls in others))
 
 

@@ -92,16 +92,16 @@ def _launch(
     last: bool, limits: Limits,
 ) -> ReadyLaunch | None:  # fmt: skip
     """Return the launch of at most ``MOST_LAYERS`` layers; None for PyTorch's operators."""
-    given = (x, *weights, *(biases or ()))
-    if torch.compiler.is_compiling() or not is_plain(*given) or not alike(x, *given):
+    tensors = (x, *weights, *(biases or ()))
+    if torch.compiler.is_compiling() or not is_plain(*tensors) or not alike(x, *tensors):
         return None
-    if torch.is_autocast_enabled("cuda") or any(t.is_neg() for t in given):
+    if torch.is_autocast_enabled("cuda") or any(t.is_neg() for t in tensors):
         return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
     problem = problem_of(x, weights, biases, activation, last)
     ordinal = x.get_device()
-    if problem is None or not all(t.is_contiguous() for t in given):
+    if problem is None or not all(t.is_contiguous() for t in tensors):
         return None
 
     def find() -> ReadyLaunch | None:

@@ -348,9 +348,9 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
         args, kwargs = _pytree.tree_map(copied, (args, kwargs))
         learned = [x for x in _tensors_of(model) if x.requires_grad and x.is_leaf]
         leaves = _pytree.tree_leaves(model(*args, **kwargs))
-        found = [x for x in leaves if isinstance(x, Tensor)]
-        recorded = [x for x in found if x.requires_grad]
-        results = [x.detach().clone() for x in found]
+        outputs = [x for x in leaves if isinstance(x, Tensor)]
+        recorded = [x for x in outputs if x.requires_grad]
+        results = [x.detach().clone() for x in outputs]
         if recorded and learned:
             heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
             grads = torch.autograd.grad(recorded, learned, heads, allow_unused=True)

@@ -99,28 +99,28 @@ def prepare(
     """
     if device is None and not torch.cuda.is_available():
         raise InvalidInput("device", None, "a GPU, such as h100: there is no CUDA device")
-    known = (
+    target = (
         get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
     )
-    recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
+    recorder = capture(model, example_inputs, target, training=training, dtype=dtype)
     problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
-    plan = plan_of(choosing.current_predictor().choose_many(problems, known))
+    plan = plan_of(choosing.current_predictor().choose_many(problems, target))
     write_plan(Path(out), plan, kernels=_compiled(plan))
     return plan
 
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     """Return the kernels of a captured network that are no convolutions."""
-    found = [fold.KERNEL]
+    kernels = [fold.KERNEL]
     for choice in choices:
         p = choice.problem
         if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
             fields: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
-            found += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
-            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
-    return list(dict.fromkeys(found))
+            kernels += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
+            kernels += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
+    return list(dict.fromkeys(kernels))
 
 
 def _compiled(plan: Plan) -> dict[str, str | bytes]:

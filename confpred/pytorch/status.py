@@ -158,10 +158,10 @@ class Capture:
         return "cuDNN's front end is missing" if lacks_cudnn else "its kernel cannot be had"
 
     def __str__(self) -> str:
-        kinds = " and ".join(each.kind for each in self.passes)
-        found = NO_GPU if self.ordinal is None else "; ".join(_layers([self])) or "no convolution"
+        kinds = " and ".join(p.kind for p in self.passes)
+        layers = NO_GPU if self.ordinal is None else "; ".join(_layers([self])) or "no convolution"
         cut = f"; cut {self.ended}" if self.ended else ""
-        return f"captured {kinds} of {self.inputs} in {self.seconds:.1f} s: {found}{cut}"
+        return f"captured {kinds} of {self.inputs} in {self.seconds:.1f} s: {layers}{cut}"
 
 
 _captures: WeakSet[Capture] = WeakSet()
@@ -175,13 +175,13 @@ def capture_of(
 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     fixed = [x for x in tensors if isinstance(x, nn.Parameter) or _is_buffer(x)]
-    given = [_described(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
+    texts = [_described(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
     sizes = " with open sizes" if len(tensors) < len(inputs) else ""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     ended = f"{_place(reason.user_stack)}: {_first(reason.reason)}" if _is_break(reason) else ""
     frame = getattr(CompileContext.current_compile_id(), "frame_id", None) or 0
     made = Capture(
-        " and ".join(given) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
+        " and ".join(texts) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
         limits, sites,
     )  # fmt: skip
     if calls is not None:
@@ -309,29 +309,29 @@ def status(model: nn.Module) -> Status:
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     calls = getattr(model._compiled_call_impl, "calls", None)
-    found = sorted(_captures_of(model, calls), key=lambda each: (each.frame, each.number))
+    captures = sorted(_captures_of(model, calls), key=lambda c: (c.frame, c.number))
     frames: dict[int, list[Capture]] = {}
-    for each in found:
-        frames.setdefault(each.frame, []).append(each)
+    for capture in captures:
+        frames.setdefault(capture.frame, []).append(capture)
     most = max(frames.values(), key=len, default=[])
     left: dict[str, tuple[str, ...]] = {}
-    for name, _, reason in _rows(found):
+    for name, _, reason in _rows(captures):
         if reason:
             left[reason] = (*left.get(reason, ()), name)
-    how = "confpred.optimize" if calls else "torch.compile" if found else ""
-    cuts = [each.ended for each in found if each.ended]
-    known = [cut.partition(": ")[2] for cut in cuts]
-    cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in known]
-    passes = [p for each in found for p in each.passes]
+    how = "confpred.optimize" if calls else "torch.compile" if captures else ""
+    cuts = [capture.ended for capture in captures if capture.ended]
+    reasons = [cut.partition(": ")[2] for cut in cuts]
+    cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in reasons]
+    passes = [p for capture in captures for p in capture.passes]
     return Status(
         type(getattr(model, "_orig_mod", model)).__name__, how, len(most), len(frames),
-        tuple(dict.fromkeys(each.inputs for each in most)), tuple(dict.fromkeys(cuts)),
-        _providers(found), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
+        tuple(dict.fromkeys(capture.inputs for capture in most)), tuple(dict.fromkeys(cuts)),
+        _providers(captures), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
         tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
         tuple(dict.fromkeys(p.compiler for p in passes)),
-        tuple(dict.fromkeys(each.kept for each in found if each.kept)),
-        calls.seconds if calls else sum(each.seconds for each in found),
-        tuple(_remarks(model, calls, found, len(most))),
+        tuple(dict.fromkeys(capture.kept for capture in captures if capture.kept)),
+        calls.seconds if calls else sum(capture.seconds for capture in captures),
+        tuple(_remarks(model, calls, captures, len(most))),
     )  # fmt: skip
 
 
@@ -339,60 +339,60 @@ def _captures_of(model: nn.Module, calls: Calls | None) -> list[Capture]:
     """Return the captures of an optimized model; of another one those that read its tensors, and
     those without tensors that Dynamo has cut from the same forward: numbers of frames rise."""
     if calls is not None:
-        return [each for each in list(_captures) if each.calls is calls]
-    others = [each for each in list(_captures) if each.calls is None]
+        return [capture for capture in list(_captures) if capture.calls is calls]
+    others = [capture for capture in list(_captures) if capture.calls is None]
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found = [
-        each for each in others
-        if any(id(t) in tensors for t in (known() for known in each.tensors) if t is not None)
+    own = [
+        capture for capture in others
+        if any(id(t) in tensors for t in (weak() for weak in capture.tensors) if t is not None)
     ]  # fmt: skip
-    frames = [each.frame for each in found]
-    cut = [each for each in others if not each.tensors and frames]
-    return found + [each for each in cut if min(frames) < each.frame < max(frames)]
+    frames = [capture.frame for capture in own]
+    cut = [capture for capture in others if not capture.tensors and frames]
+    return own + [capture for capture in cut if min(frames) < capture.frame < max(frames)]
 
 
-def _rows(found: Sequence[Capture]) -> Iterator[tuple[str, str, str]]:
+def _rows(captures: Sequence[Capture]) -> Iterator[tuple[str, str, str]]:
     """Yield name, provider, and why PyTorch computes it, of each layer in each direction."""
-    for each in found:
-        for site in each.sites:
-            reason = each.reason(site)
+    for capture in captures:
+        for site in capture.sites:
+            reason = capture.reason(site)
             provider = PYTORCH if reason or site.choice is None else site.choice.provider
             yield f"{site.name or 'a layer'} ({site.direction})", provider, reason
 
 
-def _providers(found: Sequence[Capture]) -> dict[str, int]:
+def _providers(captures: Sequence[Capture]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for _, provider, _ in _rows(found):
+    for _, provider, _ in _rows(captures):
         counts[provider] = counts.get(provider, 0) + 1
     return counts
 
 
-def _layers(found: Sequence[Capture]) -> Iterator[str]:
+def _layers(captures: Sequence[Capture]) -> Iterator[str]:
     """Yield who computes the layers, and why PyTorch does."""
-    counts = ", ".join(f"{count} {provider}" for provider, count in _providers(found).items())
+    counts = ", ".join(f"{count} {provider}" for provider, count in _providers(captures).items())
     yield from [counts] * bool(counts)
-    reasons = [reason for _, _, reason in _rows(found) if reason]
-    yield from (f"{reasons.count(each)} {each}" for each in dict.fromkeys(reasons))
+    reasons = [reason for _, _, reason in _rows(captures) if reason]
+    yield from (f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
 
 
 def _remarks(
-    model: nn.Module, calls: Calls | None, found: Sequence[Capture], most: int
+    model: nn.Module, calls: Calls | None, captures: Sequence[Capture], most: int
 ) -> Iterator[str]:
     from torch._dynamo import config
 
     from confpred.pytorch import eager
 
-    if found and all(each.ordinal is None for each in found):
+    if captures and all(capture.ordinal is None for capture in captures):
         yield NO_GPU
     if calls is not None and calls.failed:
         yield f"it runs as it is: {calls.failed}"
-    elif calls is not None and not found:
+    elif calls is not None and not captures:
         yield "its calls were not captured" if calls.made else "it was not called yet"
     if calls is not None and calls.outside:
         yield f"its part {calls.outside} ran outside of its call, as in eager mode"
     if most >= config.recompile_limit:
         yield f"Dynamo captures at most {config.recompile_limit} sets; others run as in eager mode"
-    if any("front end is missing" in each.reason(s) for each in found for s in each.sites):
+    if any("front end is missing" in c.reason(site) for c in captures for site in c.sites):
         yield f"cuDNN's plans need: {install_command('gpu')}"
     if eager.is_enabled():
         kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

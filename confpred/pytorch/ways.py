@@ -63,8 +63,8 @@ WAYS: Mapping[str, Start] = {
 
 def mean_square(out: Any) -> Tensor:
     """Return a loss of whatever a network returns: the mean square of its floating numbers."""
-    found = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([x.float().square().mean() for x in found]).sum()
+    numbers = [x for x in _pytree.tree_leaves(out) if _is_float(x)]
+    return torch.stack([x.float().square().mean() for x in numbers]).sum()
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class Subject:
     def step_of(self, model: nn.Module, forward: Callable[..., Any]) -> Step:
         """Return one step of `model`, which is called by `forward`: itself, or what it was compiled
         to. It returns the results, or the loss in training."""
-        given = self.arguments()
+        arguments = self.arguments()
 
         def infer() -> Any:
             with torch.no_grad():
-                return forward(*given)
+                return forward(*arguments)
 
         if not self.training:
             return infer
@@ -128,7 +128,7 @@ class Subject:
         def train() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with self._autocast():
-                out = forward(*given)
+                out = forward(*arguments)
             loss = self.loss(out)
             loss.backward()
             optimizer.step()
@@ -172,22 +172,22 @@ def device_named(name: str) -> torch.device:
     """Return a device, made the current one where it is a GPU; raise a `ConfpredError` where it is
     not there."""
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise InvalidInput("device", name, "cuda, cuda:1, ... or cpu") from error
-    if found.type != "cuda":
-        return found
+    if device.type != "cuda":
+        return device
     if not torch.cuda.is_available():
         raise ConfpredError(
             "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
             "confpred.explain(model, inputs, device='h100') in Python predicts a step"
         )
-    found, count = torch.device("cuda", found.index or 0), torch.cuda.device_count()
-    if found.index >= count:
+    device, count = torch.device("cuda", device.index or 0), torch.cuda.device_count()
+    if device.index >= count:
         raise InvalidInput("device", name, f"cuda:0 to cuda:{count - 1}")
-    torch.cuda.set_device(found)
+    torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    return found
+    return device
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -219,15 +219,15 @@ def subject_on(
         parameter.data = laid_out(parameter.data)
     inputs = tuple(laid_out(torch.randn(tuple(shape), device=device)) for shape in shapes)
     subject = Subject(model, inputs, training=training, half=getattr(torch, dtype))
-    given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+    sizes = " and ".join("x".join(map(str, shape)) for shape in shapes)
     try:
         first = subject.copy_of_model()
         subject.step_of(first, first)()
     except torch.OutOfMemoryError as error:
-        text = f"a step on inputs of {given} is out of memory in PyTorch itself"
+        text = f"a step on inputs of {sizes} is out of memory in PyTorch itself"
         raise ConfpredError(f"{text}; give a smaller --shape") from error
     except Exception as error:
-        text = f"a step on inputs of {given} (--shape) fails: {first_line(error)}"
+        text = f"a step on inputs of {sizes} (--shape) fails: {first_line(error)}"
         raise ConfpredError(text) from error
     return subject
 
@@ -283,7 +283,7 @@ def measure(
         text = "the step in float32, which results are compared with, is out of memory"
         raise ConfpredError(f"{text}; give a smaller --shape") from error
     ready: dict[str, Way] = {}
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     allowed = math.inf
     for name, start in ways.items():
         say(name, "first steps")
@@ -295,14 +295,14 @@ def measure(
                 raise ValueError(f"{way.difference:.3g} away from float32, allowed: {allowed:.3g}")
             ready[name] = way
         except Exception as error:  # of one way; the others still count
-            found[name] = {"error": _words(error)}
-            say(name, found[name]["error"])
+            results[name] = {"error": _words(error)}
+            say(name, results[name]["error"])
             del error
             _free()
     say("all", "in turns")
     _time_rounds(ready, subject, rounds, turn_s)
     for name, way in ready.items():
-        found[name] = {
+        results[name] = {
             "ms": statistics.median(way.times_ms),
             "graph_ms": statistics.median(way.graph_ms) if way.graph_ms else None,
             "first_s": way.first_s,
@@ -312,10 +312,10 @@ def measure(
         for other in ("eager", "compile", "reduce-overhead"):
             if other in ready:
                 theirs = ready[other]
-                found[name][f"over_{other}"] = ratio(theirs.times_ms, way.times_ms)
+                results[name][f"over_{other}"] = ratio(theirs.times_ms, way.times_ms)
                 if theirs.graph_ms:
-                    found[name][f"graph_over_{other}"] = ratio(theirs.graph_ms, way.graph_ms)
-    return {name: found[name] for name in ways}
+                    results[name][f"graph_over_{other}"] = ratio(theirs.graph_ms, way.graph_ms)
+    return {name: results[name] for name in ways}
 
 
 def _words(error: Exception) -> str:
@@ -341,10 +341,10 @@ def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> 
     begun = time.perf_counter()
     model = subject.copy_of_model()
     step = subject.step_of(model, start(model))
-    found = subject.answer(model, step())
+    answer = subject.answer(model, step())
     subject.synchronize()
     first = time.perf_counter() - begun
-    way = Way(model, step, first, float((found - expected).norm() / expected.norm()))
+    way = Way(model, step, first, float((answer - expected).norm() / expected.norm()))
     for _ in range(WARM_UPS):
         step()
     subject.synchronize()

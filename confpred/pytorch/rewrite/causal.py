@@ -36,9 +36,9 @@ def serve(
     claimed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
-            found = padded(node) or cut(node)
-            if found is not None:
-                matches.append(_match(found, wishes, fuses, claimed))
+            layer = padded(node) or cut(node)
+            if layer is not None:
+                matches.append(_match(layer, wishes, fuses, claimed))
     matches.reverse()
     if matches:
         choose_and_replace(graph, matches, choose)
@@ -93,10 +93,10 @@ def cut(node: fx.Node) -> Causal | None:
 
 def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
     """Return stride, padding, dilation and window of a convolution of lines; None of others."""
-    found, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
-    if found is None or sites.arguments_of(node)[6] or len(window) != 1:
+    geometry, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
+    if geometry is None or sites.arguments_of(node)[6] or len(window) != 1:
         return None
-    ((stride,), (padding,), (dilation,), _), (size,) = found, window
+    ((stride,), (padding,), (dilation,), _), (size,) = geometry, window
     return (stride, padding, dilation, size) if isinstance(size, int) else None
 
 
@@ -118,15 +118,15 @@ def _cut_places(node: fx.Node, val: Any) -> int | None:
 
 def _constant(number: Any) -> int | None:
     """Return a number that may be an expression of open sizes, if it is always the same."""
-    found = number if isinstance(number, int) else number.node.maybe_as_int()
-    return found or None
+    constant = number if isinstance(number, int) else number.node.maybe_as_int()
+    return constant or None
 
 
-def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
-    node = found.node
-    fields: dict[str, Any] = {"causal": found}
+def _match(layer: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
+    node = layer.node
+    fields: dict[str, Any] = {"causal": layer}
     if node.target is sites.CONVOLUTION:
-        nodes = (node,) if found.last is node else (node, found.last)
+        nodes = (node,) if layer.last is node else (node, layer.last)
         chain = following.Chain(nodes)
         if fuses:
             chain = following.follow(chain, _PATTERNS, claimed)
@@ -135,35 +135,35 @@ def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.
         named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
         site = sites.site_of(node, "fprop", **fields, **named)
         site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
-        return Match([site], partial(_replace, found, chain, site, wishes))
+        return Match([site], partial(_replace, layer, chain, site, wishes))
     mask: Any = node.args[10]
     sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
     of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
     own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
     own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]
-    return Match(own, partial(_replace_backward, found, own, wishes))
+    return Match(own, partial(_replace_backward, layer, own, wishes))
 
 
 def _replace(
-    found: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
+    layer: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
 ) -> None:
     if not site.is_ours:
         return
-    node = found.node
-    call = sites.call_of(node, [site], wishes, found, activation=chain.activation)
-    operands = (found.x, node.args[1], None, node.args[2], chain.residual)
+    node = layer.node
+    call = sites.call_of(node, [site], wishes, layer, activation=chain.activation)
+    operands = (layer.x, node.args[1], None, node.args[2], chain.residual)
     put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
 
 
-def _replace_backward(found: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
+def _replace_backward(layer: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
     if not any(site.is_ours for site in own):
         return
-    node = found.node
-    call = sites.call_of(node, own, wishes, found)
+    node = layer.node
+    call = sites.call_of(node, own, wishes, layer)
     weight = node.args[2]
-    new = put_in_place(node, confpred.conv2d_backward.default, (found.grad, found.x, weight, call))
+    new = put_in_place(node, confpred.conv2d_backward.default, (layer.grad, layer.x, weight, call))
     for item in [item for item in new.users if item.args[1] == 0]:
-        for grad in found.unpadded:
+        for grad in layer.unpadded:
             grad.replace_all_uses_with(item)
             item.meta["val"] = val_of(grad)
             grad.graph.erase_node(grad)

@@ -144,10 +144,10 @@ def first_result(norm: fx.Node) -> fx.Node | None:
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read `node`, aliases passed through."""
-    found: list[fx.Node] = []
+    readers: list[fx.Node] = []
     for user in node.users:
-        found += readers_of(user) if _is_alias(user) else [user]
-    return found
+        readers += readers_of(user) if _is_alias(user) else [user]
+    return readers
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:

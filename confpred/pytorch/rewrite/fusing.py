@@ -48,7 +48,7 @@ def fuse(
         inputs: of the graph, or none where their values are not known.
         device: that Inductor compiles the rest for; None where it does not.
     """
-    found = causal.serve(graph, choose, wishes, fuses=True)
+    layers = causal.serve(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
     chains = _chains(graph)
@@ -61,15 +61,15 @@ def fuse(
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
         matches.append(Match([site], put, *ends))
-    found += choose_and_replace(graph, matches, choose)
+    layers += choose_and_replace(graph, matches, choose)
     _join_folds(graph)
-    return found
+    return layers
 
 
 def _chains(graph: fx.Graph) -> list[following.Chain]:
     """Return what is fused, in the order of the graph."""
     claimed: set[fx.Node] = set()
-    found: dict[fx.Node, following.Chain] = {}
+    chains: dict[fx.Node, following.Chain] = {}
     convolutions = graph.find_nodes(op="call_function", target=sites.CONVOLUTION)
     norms = graph.find_nodes(op="call_function", target=following.FIXED_NORM)
     # The later convolution of two that are summed takes the sum: the other's is there by then.
@@ -82,9 +82,9 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
         chain = following.Chain((node,) if first is None else (node, first), norm)
         # confpred's operator computes no transposed convolutions.
         plain = norm is not None or not (node.args[6] or sites.geometry_of(node) is None)
-        found[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
-        claimed.update(found[node].nodes)
-    return [found[node] for node in graph.nodes if node in found]
+        chains[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
+        claimed.update(chains[node].nodes)
+    return [chains[node] for node in graph.nodes if node in chains]
 
 
 def _shortened(
@@ -98,7 +98,7 @@ def _shortened(
         if isinstance(problem, Problem):
             biased = replace(problem, activation="none", residual=False)
             asked[chain] = [problem, biased, replace(biased, bias=False)]
-    problems = dict.fromkeys(problem for each in asked.values() for problem in each)
+    problems = dict.fromkeys(problem for group in asked.values() for problem in group)
     choices = dict(zip(problems, choosing.weigh([*problems], device, wishes), strict=True))
 
     taken: set[fx.Node] = set()  # by one operator with more than a convolution in it
@@ -119,17 +119,17 @@ def _shortened(
         alone = min(_ours_ms(biased), bare.pytorch_ms) + follows
         return alone < min(_ours_ms(whole), by_pytorch)
 
-    found = []
+    shortened = []
     for chain in reversed(chains):  # what reads a result comes before it
         norm = chain.norm
         if is_faster_alone(chain):
             if norm is not None:
-                found.append(following.Chain(chain.nodes[1:3], norm))
+                shortened.append(following.Chain(chain.nodes[1:3], norm))
             chain = following.Chain(chain.nodes[:1])
         elif chain.nodes[0] is not norm:
             taken.update(chain.nodes[1:])
-        found.append(chain)
-    return found[::-1]
+        shortened.append(chain)
+    return shortened[::-1]
 
 
 def _ours_ms(choice: Choice) -> float:
@@ -147,7 +147,7 @@ def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
         return reader.target in _REDUCTIONS or torch.Tag.pointwise in tags
 
     readers = following.readers_of(node)
-    return bool(readers) and all(is_pass(each) and each not in taken for each in readers)
+    return bool(readers) and all(is_pass(reader) and reader not in taken for reader in readers)
 
 
 def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
@@ -201,8 +201,8 @@ def _replace(
     elif chain.norm is not None:
         scale, bias = _fold(chain, bias, None)
     if is_norm:
-        given = (x, scale, bias, chain.residual, chain.activation)
-        put_in_place(chain.last, confpred.scale_shift.default, given)
+        arguments = (x, scale, bias, chain.residual, chain.activation)
+        put_in_place(chain.last, confpred.scale_shift.default, arguments)
     else:
         call = sites.call_of(node, [site], wishes, activation=chain.activation)
         operands = (x, weight, scale, bias, chain.residual)
@@ -248,9 +248,9 @@ def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:
     `chain`; `bias` and `filters` are those of the convolution before it, or None."""
     norm: Any = chain.norm
     graph, dtype = norm.graph, DTYPES[val_of(chain.last).dtype]
-    given = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
+    arguments = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
     with graph.inserting_before(chain.last):
-        node = graph.call_function(confpred.fold.default, tuple([each] for each in given))
+        node = graph.call_function(confpred.fold.default, tuple([value] for value in arguments))
     of_filters = None if filters is None else val_of(filters)
     node.meta["val"] = folding.empty(val_of(norm.args[3]), of_filters, dtype)
     return [result_of(node, place) for place in (0, 1)]

@@ -25,8 +25,8 @@ def is_available() -> bool:
     from torch.utils._triton import has_triton
 
     compilers = filter(None, (os.environ.get("CC"), "gcc", "clang", "cc"))
-    found = {"Triton": has_triton(), "a C compiler": any(map(shutil.which, compilers))}
-    missing = " and ".join(name for name, is_there in found.items() if not is_there)
+    tools = {"Triton": has_triton(), "a C compiler": any(map(shutil.which, compilers))}
+    missing = " and ".join(name for name, is_there in tools.items() if not is_there)
     if missing:
         log.warning(
             "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps"
@@ -50,8 +50,8 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     mode: Any = detect_fake_mode(inputs)
     with config.patch(fallback_random=True), mode, traceback.preserve_node_meta():
         traced = make_fx(run, select_decomp_table())(*_pytree.tree_leaves(inputs))
-    each = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
-    for old, new in zip(*each, strict=True):
+    placeholders = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
+    for old, new in zip(*placeholders, strict=True):
         new.target = old.target
         new._rename(old.name)
     traced.recompile()
@@ -91,26 +91,26 @@ def compiled(
             is_inference=kind == "inference",
         )  # fmt: skip
 
-    def call(given: list[Any]) -> Any:
+    def call(arguments: list[Any]) -> Any:
         back = []
-        for i, known in strides.items():
-            x = given[i]
-            wanted = known or x.stride()
+        for i, stride in strides.items():
+            x = arguments[i]
+            wanted = stride or x.stride()
             if x.stride() == wanted and not x.is_neg() and not x.is_conj():
                 continue
-            given[i] = torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
-            given[i].copy_(x)
+            arguments[i] = torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
+            arguments[i].copy_(x)
             if i in written:
-                back.append((x, given[i]))
+                back.append((x, arguments[i]))
         is_on = torch.backends.cudnn.enabled
         torch._C._set_cudnn_enabled(True)
         try:
-            found = run(given)
+            outputs = run(arguments)
         finally:
             torch._C._set_cudnn_enabled(is_on)
         for x, copy in back:
             x.copy_(copy)
-        return found
+        return outputs
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -120,10 +120,10 @@ def keep_strides(graph: fx.Graph) -> None:
         elif moved or _is_of_another_rank(node) or node.target in _NORMS:
             if _is_of_another_rank(node):
                 _copy_inputs(node, vals, made)
-            given, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
+            arguments, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
             run: Any = node.target
             with mode:
-                vals[node] = run(*given, **named)
+                vals[node] = run(*arguments, **named)
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
@@ -191,17 +191,17 @@ def _computed(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: 
     source: Any = node.args[0] if node.args else None
     if node.target is aten.as_strided.default and _is_moved(val_of(source), vals[source]):
         raise _KeepsLayout(str(node.target))
-    given: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
+    arguments: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
     named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
     run: Any = node.target
     with mode:
         if _is_channels_first(node):
             for place in (0, 1):
-                if not _is_last(given[place]):
-                    given[place] = given[place].clone(memory_format=CHANNELS_LAST)
+                if not _is_last(arguments[place]):
+                    arguments[place] = arguments[place].clone(memory_format=CHANNELS_LAST)
                     copies.append((node.args[place], CHANNELS_LAST, node))
-        val = run(*given, **named)
-        if run is aten.convolution_backward.default and _is_last(given[1]):
+        val = run(*arguments, **named)
+        if run is aten.convolution_backward.default and _is_last(arguments[1]):
             # Both gradients are channels last, too, which fake ones do not say.
             val = tuple(
                 g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val

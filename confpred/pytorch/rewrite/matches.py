@@ -98,13 +98,13 @@ class Layouts:
         """Return the predicted milliseconds of `match` in a layout; None where nobody knows."""
         total, bandwidth = 0.0, 0.0
         for site in match.sites:
-            each = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
-            choice = each[0]
+            options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
+            choice = options[0]
             if choice is None:
                 return None
-            known = [c.pytorch_ms for c in each if c is not None and c.pytorch_ms is not None]
-            theirs = known[0] if known else None
-            ms = choice.predicted_ms if _is_ours(choice) else theirs
+            times = [c.pytorch_ms for c in options if c is not None and c.pytorch_ms is not None]
+            pytorch_ms = times[0] if times else None
+            ms = choice.predicted_ms if _is_ours(choice) else pytorch_ms
             if ms is None:
                 return None
             total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s

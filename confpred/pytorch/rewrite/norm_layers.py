@@ -85,7 +85,7 @@ class Layer:
     def norm(self) -> Any:
         return self.chain.norm
 
-    def given(self) -> list[Any]:
+    def nodes(self) -> list[Any]:
         """Return the nodes of `inputs`."""
         return [None if place is None else node_at(place) for place in self.inputs]
 
@@ -94,14 +94,14 @@ class Layer:
         chain, name = self.chain, sites.name_of(self.norm)
         fused = ["scale"] * bool(self.scale) + ["add"] * (chain.sum is not None)
         fused += [chain.activation] * (chain.activation != "none")
-        more: Any = {"fused": tuple(fused), "sizes": tuple(sites.sizes_of(val_of(self.given()[0])))}
-        each = zip(_DIRECTIONS, self.problems, strict=False)
-        return [sites.Site(name, direction, problem, **more) for direction, problem in each]
+        more: Any = {"fused": tuple(fused), "sizes": tuple(sites.sizes_of(val_of(self.nodes()[0])))}
+        pairs = zip(_DIRECTIONS, self.problems, strict=False)
+        return [sites.Site(name, direction, problem, **more) for direction, problem in pairs]
 
     def position(self) -> fx.Node | None:
         """Return the node before which the operator is to stand: the first one that needs a running
         statistic, the last of the chain at the latest. None where an input is not there by then."""
-        inputs = [x for x in (*self.given(), self.chain.residual) if isinstance(x, fx.Node)]
+        inputs = [x for x in (*self.nodes(), self.chain.residual) if isinstance(x, fx.Node)]
         statistics = [item for item in self.norm.users if item.args[1] and self.inputs[3:]]
         first = min([self.chain.last, *(user for node in statistics for user in node.users)])
         return first if max(inputs) < first else None
@@ -132,8 +132,8 @@ def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
 def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
     """Return the batch norm whose gradient `backward` is; None if kernels cannot compute both.
     `claimed` are nodes of others; `lies` is as `lies_last` returns it."""
-    given: Any = backward.args
-    grad, x, weight, _, _, mean, _, training, _, mask = given
+    arguments: Any = backward.args
+    grad, x, weight, _, _, mean, _, training, _, mask = arguments
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
     if norm is None or norm.target not in (BATCH_NORM_FORWARD, following.FIXED_NORM):
         return None
@@ -187,8 +187,8 @@ def group_norm(
     readers = {reader for place, item in items.items() if place for reader in readers_of(item)}
     if 0 not in items or len(items) < len(norm.users) or readers != {backward} - {None}:
         return None
-    given, again = _named(norm), _named(norm if backward is None else backward)
-    if any(given.get(name) is not again.get(name) for name in ("input", "weight")):
+    arguments, back_arguments = _named(norm), _named(norm if backward is None else backward)
+    if any(arguments.get(name) is not back_arguments.get(name) for name in ("input", "weight")):
         return None
     nodes, hands = [norm, items[0]], _hands_of_input(norm)
     if _is_instance(norm):
@@ -271,30 +271,30 @@ def _reading(
 def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
     """Return samples, pixels, channels and groups of a norm of groups that reads `node`; None if
     kernels cannot read it as it lies."""
-    given, x = _named(norm), val_of(node)
+    arguments, x = _named(norm), val_of(node)
     sizes = sites.sizes_of(x)
     if None in sizes:
         return None
-    if "normalized_shape" in given:
-        is_row = len(given["normalized_shape"]) == 1 and x.is_contiguous()
+    if "normalized_shape" in arguments:
+        is_row = len(arguments["normalized_shape"]) == 1 and x.is_contiguous()
         return (prod(sizes[:-1]), 1, sizes[-1], 1) if is_row else None
     n, c, *pixels = sizes
     if not (lies(node) if pixels else x.is_contiguous()):
         return None
     if not _is_instance(norm):
-        return n, prod(pixels), c, given["group"]
+        return n, prod(pixels), c, arguments["group"]
     view = sites.sizes_of(val_of(norm.args[0]))
     return (n, prod(pixels), c, c) if view == [1, n * c, *pixels] else None
 
 
 def _parameter(norm: fx.Node, name: str) -> Place | None:
     """Return the place of a weight or bias, which instance norm repeats for every sample."""
-    given = _named(norm)
-    node = given.get(name)
+    arguments = _named(norm)
+    node = arguments.get(name)
     if node is None:
         return None
     is_repeated = _is_instance(norm) and node.target is aten.repeat.default
-    return (node, 0) if is_repeated else (norm, list(given).index(name))
+    return (node, 0) if is_repeated else (norm, list(arguments).index(name))
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
@@ -320,10 +320,10 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
             nodes = [node for node in readers_of(item) if node.target in _VIEWS]
             if place and nodes:
                 nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
-        found = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
-        if found is None or val_of(nodes[0]).shape != like.shape:
+        ends = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
+        if ends is None or val_of(nodes[0]).shape != like.shape:
             return None
-        grads[place] = found
+        grads[place] = ends
     return grads
 
 
@@ -361,8 +361,8 @@ def _conversion_after(dtype: torch.dtype, chain: Chain) -> Chain:
     readers = readers_of(chain.last)
     if val_of(chain.last).dtype is dtype or len(readers) != 1:
         return chain
-    found = converted(chain.last, dtype)
-    return replace(chain, nodes=(*chain.nodes, *found)) if found else chain
+    conversions = converted(chain.last, dtype)
+    return replace(chain, nodes=(*chain.nodes, *conversions)) if conversions else chain
 
 
 def _sum_after(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
@@ -398,8 +398,8 @@ def _activation_after(back: Sequence[fx.Node], chain: Chain) -> Chain:
 
 def norm_of(backward: fx.Node) -> Any:
     """Return the norm whose statistics `backward` reads."""
-    given = _named(backward)
-    item = source_of(given.get("rstd", given.get("save_invstd")))
+    arguments = _named(backward)
+    item = source_of(arguments.get("rstd", arguments.get("save_invstd")))
     is_item = isinstance(item, fx.Node) and item.target is operator.getitem
     return item.args[0] if is_item else None
 

@@ -30,10 +30,10 @@ aten, ours = torch.ops.aten, torch.ops.confpred
 
 
 def serve_norms(
-    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], found: list[sites.Site]
+    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
 ) -> None:
     """Let confpred compute norms of a graph, in place, where that is predicted to be faster than
-    PyTorch's operators, in both directions together; add the sites of each to `found`.
+    PyTorch's operators, in both directions together; add the sites of each to `layers`.
     `operations` are those that are chosen for."""
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
@@ -56,7 +56,7 @@ def serve_norms(
     for node in reversed(graph.nodes):
         if groups and node not in claimed:
             take(norm_layers.group_norm(node, None, claimed, lies))
-    found += choose_and_replace(graph, matches, choose)
+    layers += choose_and_replace(graph, matches, choose)
 
 
 def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
@@ -70,7 +70,7 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
         return
     norm, chain, back = layer.norm, layer.chain, layer.hands
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM
-    x, weight, bias, *running = layer.given()
+    x, weight, bias, *running = layer.nodes()
     texts = [Assignment.of(choice).text() for choice in choices]
     forward, backward = (ours.norm.default, ours.norm_backward.default)
     if running:
@@ -81,8 +81,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     with graph.inserting_before(layer.position()):
         if layer.scale:
             weight, bias = _scaled(layer, norm.meta)
-        given = (x, weight, bias, residual, *running, numbers, *layer.scalars, texts[0])
-        new = _called(graph, forward, given, norm.meta)
+        operands = (x, weight, bias, residual, *running, numbers, *layer.scalars, texts[0])
+        new = _called(graph, forward, operands, norm.meta)
     new.meta["val"] = [val_of(layer.ends[0]), *val_of(new)[1:]]
     results = [result_of(new, place) for place in range(len(val_of(new)))]
     for item in [item for item in norm.users if running and item.args[1]]:
@@ -96,8 +96,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     statistics = running if frozen else results[1:3]
     more = (numbers if frozen else [], layer.scalars[-1]) if running else ()
     with graph.inserting_before(inner):
-        given = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
-        put = _called(graph, backward, given, back[-1].meta)
+        operands = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
+        put = _called(graph, backward, operands, back[-1].meta)
     values = val_of(put)
     for end in layer.grads.get(0, ())[:1]:
         values[0] = val_of(end)
@@ -114,8 +114,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
 
 def _scaled(layer: Layer, meta: Any) -> list[fx.Node]:
     """Return new nodes of the weight and bias of each sample and channel."""
-    graph, (_, weight, bias, *_) = layer.norm.graph, layer.given()
-    channels = val_of(layer.given()[0]).shape[1]
+    graph, (_, weight, bias, *_) = layer.norm.graph, layer.nodes()
+    channels = val_of(layer.nodes()[0]).shape[1]
 
     def flat(place: Any) -> fx.Node:
         return _called(graph, aten.reshape.default, (node_at(place), [-1, channels]), meta)
@@ -131,8 +131,8 @@ def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node])
     """Return the node of a tensor that holds `value` and is `like` another, one for all norms."""
     key = value, like.dtype, like.device
     if key not in made:
-        known = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(known):
+        anchor = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(anchor):
             kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
             made[key] = graph.call_function(aten.full.default, ([1], value), kind)
         made[key].meta["val"] = like.new_empty(1)

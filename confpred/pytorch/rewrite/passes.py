@@ -89,9 +89,9 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
     """Raise a `RuntimeError` where operands of a convolution have several dtypes, as eager mode
     does; the operator of a captured graph would take them."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        found = [val_of(n).dtype for n in node.args[:3] if isinstance(n, fx.Node)]
-        if len(set(found)) > 1:
-            dtypes = ", ".join(map(str, found))
+        kinds = [val_of(n).dtype for n in node.args[:3] if isinstance(n, fx.Node)]
+        if len(set(kinds)) > 1:
+            dtypes = ", ".join(map(str, kinds))
             raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
 
 
@@ -123,16 +123,16 @@ def gradients_of_silu(graph: fx.Graph) -> None:
 
     def users(node: fx.Node, target: Any, *arguments: Any) -> list[fx.Node]:
         places = [(i, a) for i, a in enumerate(arguments) if a is not None]
-        found = (u for u in node.users if u.target is target)
-        return [u for u in found if all(u.args[i] is a or u.args[i] == a for i, a in places)]
+        readers = (u for u in node.users if u.target is target)
+        return [u for u in readers if all(u.args[i] is a or u.args[i] == a for i, a in places)]
 
     for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
         x = sigmoid.args[0]
         last = [
             gradient
-            for rest in users(sigmoid, aten.sub.Tensor, None, sigmoid)
-            if getattr(rest.args[0], "target", None) is aten.fill.Scalar
-            for product in users(rest, aten.mul.Tensor, x, rest)
+            for complement in users(sigmoid, aten.sub.Tensor, None, sigmoid)
+            if getattr(complement.args[0], "target", None) is aten.fill.Scalar
+            for product in users(complement, aten.mul.Tensor, x, complement)
             for total in users(product, aten.add.Scalar, product, 1)
             for scaled in users(total, aten.mul.Tensor, sigmoid, total)
             for gradient in users(scaled, aten.mul.Tensor, None, scaled)
@@ -273,13 +273,13 @@ def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
     and results, where there are no parameters, by one after all else. Each is a launch, of a
     microsecond or two where the tensor is small."""
     output, inputs = graph.output_node(), graph.find_nodes(op="placeholder")
-    given = {inputs[i] for i in parameters}
+    parameter_nodes = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target not in CONVERSIONS:
             continue
-        first = node.args[0] in given
-        last = not given and node.users.keys() == {output}
+        first = node.args[0] in parameter_nodes
+        last = not parameter_nodes and node.users.keys() == {output}
         if (first or last) and _only_converts(node):
             source, made = val_of(node.args[0]), val_of(node)
             groups.setdefault((first, source.dtype, made.dtype, made.device), []).append(node)
@@ -358,21 +358,21 @@ def frozen(
     once = fx.GraphModule(gm, first)
     for node in reversed(results):  # each goes before the ones that are there
         with graph.inserting_after(inputs[-1]):
-            given = graph.placeholder(f"frozen_{node.name}")
-        given.meta = dict(node.meta)
-        node.replace_all_uses_with(given)
+            placeholder = graph.placeholder(f"frozen_{node.name}")
+        placeholder.meta = dict(node.meta)
+        node.replace_all_uses_with(placeholder)
     graph.eliminate_dead_code()
     more = range(len(inputs), len(inputs) + len(results))
     run = compile(gm, [*static, *more])
     kept: list[Any] = []
     lock = threading.Lock()
 
-    def call(given: list[Any]) -> Any:
+    def call(arguments: list[Any]) -> Any:
         with lock:
             if not kept:
-                kept.extend(once(*given))
-        both = [*given, *kept]
-        given.clear()
+                kept.extend(once(*arguments))
+        both = [*arguments, *kept]
+        arguments.clear()
         return run(both)
 
     call._boxed_call = True  # type: ignore[attr-defined]

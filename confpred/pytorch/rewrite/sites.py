@@ -97,8 +97,8 @@ class Causal(NamedTuple):
 
     def geometry(self) -> Geometry | None:
         """Return what `geometry_of` returns, of the problem."""
-        found = geometry_of(self.node)
-        return found and (found[0], (self.padding,), *found[2:])
+        geometry = geometry_of(self.node)
+        return geometry and (geometry[0], (self.padding,), *geometry[2:])
 
 
 def call_of(
@@ -156,9 +156,9 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
         elif causal is not None:
             site.problem = problem
         elif image.dim() != 4:
-            each = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
+            problems = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
             site.problem = problem
-            site.by_layout = {layout: p for layout, p in each.items() if p is not None}
+            site.by_layout = {layout: p for layout, p in problems.items() if p is not None}
         elif is_channels_last(image):
             site.problem = problem
         else:

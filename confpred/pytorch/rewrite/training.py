@@ -26,7 +26,7 @@ def serve_convolutions(
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
     Inductor computes the rest."""
-    found = causal.serve(graph, choose, wishes, fuses=False)
+    layers = causal.serve(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -49,7 +49,7 @@ def serve_convolutions(
             if node.target is sites.CONVOLUTION_BACKWARD:
                 ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
         matches.append(Match(own, put, *ends))
-    return found + choose_and_replace(graph, matches, choose)
+    return layers + choose_and_replace(graph, matches, choose)
 
 
 def _replace_convolution(

@@ -45,13 +45,13 @@ _MOST_KEPT = 65_536
 def kept(key: Hashable, find: Callable[[], T]) -> T:
     """Return what `find` finds for `key`, found once until `forget` is called."""
     try:
-        found: T = _kept[key]
+        answer: T = _kept[key]
     except KeyError:
-        found = find()
+        answer = find()
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-        _kept[key] = found
-    return found
+        _kept[key] = answer
+    return answer
 
 
 def is_kept_as_none(key: Hashable) -> bool:
@@ -149,16 +149,16 @@ def is_known(operation: str) -> bool:
 def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
     """Return the predictor in force for `operation`: the one given to `use_predictor`, else, for
     convolutions, the service at ``$CONFPRED_URL``, else the newest models of the package."""
-    known, url = _predictors.get(operation), os.environ.get("CONFPRED_URL")
-    if known is None and url and operation == CONVOLUTION.name:
+    predictor, url = _predictors.get(operation), os.environ.get("CONFPRED_URL")
+    if predictor is None and url and operation == CONVOLUTION.name:
         try:
             from confpred.client.served import predictor_at  # imports httpx
 
-            known = predictor_at(url)
+            predictor = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
             log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
-    found = _predictors[operation] = known or Predictor.load(operation=operation)
-    return found
+    current = _predictors[operation] = predictor or Predictor.load(operation=operation)
+    return current
 
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
@@ -173,16 +173,16 @@ def choose_many(
     problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on `device`, as `weigh` does, and tell those who watch."""
-    found = weigh(problems, device, wishes)
-    for choice in dict.fromkeys(filter(None, found)):
+    choices = weigh(problems, device, wishes)
+    for choice in dict.fromkeys(filter(None, choices)):
         announce(choice)
-    return found
+    return choices
 
 
 def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> list[Choice | None]:
     """Return what would be chosen for each of `problems` on `device`, by one call of the predictor;
     None where confpred has nothing to say, such as of an unknown device."""
-    found: dict[Record, Choice] = {}
+    chosen: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
         for kind in dict.fromkeys(kinds.values()):
@@ -190,12 +190,12 @@ def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> l
             operation, limits = kind
             within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=wishes.max_regret)
-            found.update(zip(group, choices, strict=True))
+            chosen.update(zip(group, choices, strict=True))
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    return [found.get(problem) for problem in problems]
+    return [chosen.get(problem) for problem in problems]
 
 
 def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:

@@ -144,8 +144,8 @@ def layer_of(
 def problem_of(*layer: Any, **fields: Any) -> Problem | ConvNd | None:
     """Return the problem that is chosen for, of a layer as of `layer_of`: of images where one of
     them is the same."""
-    found = layer_of(*layer, **fields)
-    return found.as_conv2d() or found if isinstance(found, ConvNd) else found
+    problem = layer_of(*layer, **fields)
+    return problem.as_conv2d() or problem if isinstance(problem, ConvNd) else problem
 
 
 class OnImages:
@@ -159,8 +159,8 @@ class OnImages:
 
     def run(self, *inputs: Tensor | None) -> list[Tensor]:
         """Compute as `ReadyLaunch.run` does."""
-        given = [t for t in inputs if t is not None]
-        images = map(self._viewed, given, self._inputs)
+        tensors = [t for t in inputs if t is not None]
+        images = map(self._viewed, tensors, self._inputs)
         return list(map(self._viewed, self._ready.run(*images), self._outputs))
 
     @staticmethod
@@ -190,8 +190,8 @@ def forward(
     can be added to shape (N, K, ...). The cut of `call` comes first."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
-        given, layout = (x, weight, bias, residual), layout_of(x)
-        return ready.run(*(None if t is None else dense(t, layout) for t in given))[0]
+        operands, layout = (x, weight, bias, residual), layout_of(x)
+        return ready.run(*(None if t is None else dense(t, layout) for t in operands))[0]
     _, padding, _, groups = call.geometry
     is_plain = residual is None and not call.output_padding
     if is_plain and library.takes_pixels(x, weight, padding, groups):
@@ -232,18 +232,18 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_x is not None:
             (grad_x,) = run_x.run(out_grad, dense(weight, layout), None)
         if run_weight is not None:
-            given = (out_grad, dense(x, layout))
-            grad_weight, *more = run_weight.run(*given[:: -1 if call.output_padding else 1])
+            operands = (out_grad, dense(x, layout))
+            grad_weight, *more = run_weight.run(*operands[:: -1 if call.output_padding else 1])
             grad_bias = more[0] if more else None
-    found = (grad_x, grad_weight, grad_bias)
-    left = [wanted and grad is None for wanted, grad in zip(call.mask, found, strict=True)]
+    grads = (grad_x, grad_weight, grad_bias)
+    left = [wanted and grad is None for wanted, grad in zip(call.mask, grads, strict=True)]
     if left == [False, False, True]:
         return grad_x, grad_weight, out_grad.sum((0, *range(2, out_grad.dim())))
     if any(left):
         out_grad, x, weight = (aligned(t) for t in (out_grad, x, weight))
-        rest = backward_by_pytorch(out_grad, x, weight, call, left)
-        return tuple(a if missing else b for a, missing, b in zip(rest, left, found, strict=True))
-    return found
+        others = backward_by_pytorch(out_grad, x, weight, call, left)
+        return tuple(a if missing else b for a, missing, b in zip(others, left, grads, strict=True))
+    return grads
 
 
 def backward_by_pytorch(
@@ -307,8 +307,8 @@ def _find(
             ready = loading.choose_and_load(problem, ordinal, wishes)
         if isinstance(problem, ConvNd):
             return ready
-        found = ready or FusedOperator.of(problem)
-        return found if found is None or isinstance(layer, Problem) else OnImages(found, layer)
+        launch = ready or FusedOperator.of(problem)
+        return launch if launch is None or isinstance(layer, Problem) else OnImages(launch, layer)
 
     return kept(key, find)
 

@@ -59,8 +59,8 @@ def fold(
     `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and
     (K, C / groups, ...); `dtypes` those of the activations, such as ``float16``.
     """
-    each = zip(means, filters, dtypes, strict=True)
-    results = [t for mean, filter, dtype in each for t in empty(mean, filter, dtype)]
+    norms = zip(means, filters, dtypes, strict=True)
+    results = [t for mean, filter, dtype in norms for t in empty(mean, filter, dtype)]
     out = [_of_image(t) for t in results]
     of_images = [None if t is None else _of_image(t) for t in filters]
     layers = list(zip(gammas, betas, means, variances, biases, of_images, strict=True))

@@ -164,9 +164,9 @@ class Recording:
                 same = (x.shape, x.stride(), x.storage_offset()) == geometry
                 results[place] = x if same else x.as_strided(*geometry)
             if self.buffers:
-                given = [inputs[i] for i in self.buffers]
-                torch._foreach_copy_(list(self.buffers.values()), given)
-                del given
+                inputs_to_copy = [inputs[i] for i in self.buffers]
+                torch._foreach_copy_(list(self.buffers.values()), inputs_to_copy)
+                del inputs_to_copy
             inputs.clear()
             self.graph.replay()
             if self.sources:
@@ -260,13 +260,13 @@ class Graphed:
             return self._without(inputs, "in other threads than the main one")
         memory = self._memory
         with memory.lock:
-            found = self._recording(inputs)
-            if isinstance(found, Recording):
+            outcome = self._recording(inputs)
+            if isinstance(outcome, Recording):
                 if self._kind == "forward":
-                    memory.forward = found
+                    memory.forward = outcome
                 self.replays += 1
-                return found.replay(inputs, memory, self._device)
-        return self._without(inputs, found)
+                return outcome.replay(inputs, memory, self._device)
+        return self._without(inputs, outcome)
 
     def _without(self, inputs: list[Any], reason: str) -> Any:
         """Run this pass without a graph, and log why, once for each reason."""
@@ -315,7 +315,7 @@ class Graphed:
             recording = forward.backward = self._record(inputs, switches, held)
         if recording.why is not None:
             return recording.why
-        if any(id(inputs[i]) != known for i, known in recording.from_forward.items()):
+        if any(id(inputs[i]) != saved_id for i, saved_id in recording.from_forward.items()):
             return "where its forward pass ran without"
         moved = recording.moved(inputs)
         if moved:
@@ -330,7 +330,7 @@ class Graphed:
         self._tries += 1
         if self._tries > MOST_GRAPHS:
             return Recording(None, switches, f"as it was recorded {MOST_GRAPHS} times")
-        graph, given = torch.cuda.CUDAGraph(), list(inputs)
+        graph, args = torch.cuda.CUDAGraph(), list(inputs)
         recording = Recording(graph, switches)
         pool = self._memory.pool_to_record_in()
         try:
@@ -340,19 +340,19 @@ class Graphed:
                     if not isinstance(x, Tensor):
                         continue
                     if i not in self._static:
-                        given[i] = _buffer_for(x)
-                        recording.buffers[i] = _within(_again(given[i].untyped_storage()), given[i])
+                        args[i] = _buffer_for(x)
+                        recording.buffers[i] = _within(_again(args[i].untyped_storage()), args[i])
                         continue
                     address = x.untyped_storage().data_ptr()
                     if address in held:
                         recording.from_forward[i] = id(x)
-                        given[i] = _within(held[address], x)
+                        args[i] = _within(held[address], x)
                         continue
                     recording.addresses[i] = x.data_ptr()
                     if x.numel():
                         places[address] = i
                 held.clear()
-                self._describe(recording, inputs, list(self._plain(given)), places)
+                self._describe(recording, inputs, list(self._plain(args)), places)
         except Exception as error:
             return Recording(None, switches, f"as it cannot be recorded: {first_line(error)}")
         self._memory.graphs.add(graph)

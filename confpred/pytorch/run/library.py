@@ -78,7 +78,7 @@ class FusedOperator:
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
             out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k)
             return (out.permute(0, 3, 1, 2),)
-        given = (p.stride, p.padding, p.dilation, 1)
+        geometry = (p.stride, p.padding, p.dilation, 1)
         if residual is None:
-            return (torch.cudnn_convolution_relu(x, weight, bias, *given),)
-        return (torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *given),)
+            return (torch.cudnn_convolution_relu(x, weight, bias, *geometry),)
+        return (torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *geometry),)

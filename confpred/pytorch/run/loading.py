@@ -85,13 +85,13 @@ class ReadyLaunch:
             with torch.cuda.device(ordinal):
                 return self.run(*inputs, into=into)
         device = torch.device("cuda", ordinal)
-        given = [aligned(t) for t in inputs if t is not None]
+        aligned_inputs = [aligned(t) for t in inputs if t is not None]
         made = [
             into[place] if place in into else _empty(*output)
             for place, output in enumerate(self._outputs)
         ]
         spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
-        tensors: list[Any] = [*made, *given, *spaces]
+        tensors: list[Any] = [*made, *aligned_inputs, *spaces]
         operands = tensors if self._takes_tensors else [t.data_ptr() for t in tensors]
         in_context(ordinal, self._enqueue, operands)
         return made
@@ -193,8 +193,8 @@ def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
 def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
     problem = assignment.problem
     loader = Loader(operation_of(problem), problem, ordinal)
-    for each in _from_on(assignment, ordinal, limits):
-        launch = each.launch
+    for assigned in _from_on(assignment, ordinal, limits):
+        launch = assigned.launch
         if limits.allow(problem, launch):  # they may be others since it was chosen
             try:
                 runner = loader.runner(launch)
@@ -208,7 +208,7 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
                     warn_once(f"falling back to PyTorch: {error}")
                 return None
             if limits.allow(problem, runner.launch):
-                return ReadyLaunch(each, runner, ordinal)
+                return ReadyLaunch(assigned, runner, ordinal)
             log.debug("%s: the plan needs %d bytes", problem, runner.launch.scratch_bytes)
         if launch.plan is None:
             return None

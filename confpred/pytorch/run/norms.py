@@ -85,16 +85,16 @@ def _launch(
     them; no launch for PyTorch's operators."""
     assigned = Assignment.read(text)
     p: Any = assigned.problem
-    given, affine = ([t for t in each if t is not None] for each in (images, weights))
-    x, dtype, count, kind = given[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
+    tensors, affine = ([t for t in group if t is not None] for group in (images, weights))
+    x, dtype, count, kind = tensors[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
     if isinstance(p, Norm):
         count, kind = AFFINE.index(p.affine), getattr(torch, p.weights)
     vectors = [*((t, torch.float32) for t in statistics), *((t, kind) for t in affine)]
     if not x.is_cuda or not _fits(p, x.shape):
         return p, None, []
-    if len(given) != 1 + p.residual + p.is_backward or len(affine) != count:
+    if len(tensors) != 1 + p.residual + p.is_backward or len(affine) != count:
         return p, None, []
-    if any(t.shape != x.shape or t.dtype is not dtype or t.device != x.device for t in given):
+    if any(t.shape != x.shape or t.dtype is not dtype or t.device != x.device for t in tensors):
         return p, None, []
     if any(t.dtype is not d or not t.is_contiguous() or t.device != x.device for t, d in vectors):
         return p, None, []
@@ -120,10 +120,10 @@ def _gradients(
     one that is not there. `images` are the output's gradient, the input and the residual, `vectors`
     begin with weight and bias."""
     x: Any = images[1]
-    empty, found = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
-    in_grad = next(found).view(x.shape)
-    residual_grad = empty if images[2] is None else next(found).view(x.shape)
-    grads = [empty if t is None else next(found) for t in vectors[:2]]
+    empty, results = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
+    in_grad = next(results).view(x.shape)
+    residual_grad = empty if images[2] is None else next(results).view(x.shape)
+    grads = [empty if t is None else next(results) for t in vectors[:2]]
     return in_grad, *grads, residual_grad
 
 
@@ -142,14 +142,14 @@ def forward(
     if ready is not None:
         homes = {} if p.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
-        found = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
+        results = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
         if direct:
-            return tuple(found)
-        out, *others = found
+            return tuple(results)
+        out, *others = results
     else:
-        given = (x, weight, bias, running_mean, running_var)
+        operands = (x, weight, bias, running_mean, running_var)
         out, *others = (
-            _FROZEN(*given, momentum, eps) if p.frozen else _NORM(*given, True, momentum, eps)
+            _FROZEN(*operands, momentum, eps) if p.frozen else _NORM(*operands, True, momentum, eps)
         )
         out = activated(p.activation, out if residual is None else out + residual)
     if p.frozen:
@@ -183,8 +183,8 @@ def backward(
         grad = argument_grad(p.activation, out_grad, argument)
     mask = [True, weight is not None, bias is not None]
     running = (mean, invstd) if p.frozen else (None, None)
-    each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not p.frozen, eps, mask)
-    in_grad, *others = (empty if t is None else t for t in each)
+    grads = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not p.frozen, eps, mask)
+    in_grad, *others = (empty if t is None else t for t in grads)
     return dense(in_grad), *others, empty if residual is None else dense(grad)
 
 
@@ -236,18 +236,18 @@ def group_backward(
         argument = argument + (0.0 if bias is None else bias.view(sides))
         argument = argument.view(x.shape) + (0.0 if residual is None else residual)
         grad = argument_grad(p.activation, grad, argument.to(rows.dtype))
-    each: Any
+    grads: Any
     columns = _rows(p, grad, weight)
     if p.centred:
         mask = [True, weight is not None, bias is not None]
         statistics = (mean.to(rows.dtype), invstd.to(rows.dtype))
-        each = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
+        grads = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
     else:
         product = columns.float() * (1 if weight is None else weight.view(sides))
         projected = (product * unit).mean(1, keepdim=True)
         of_weight = None if weight is None else (columns * unit).sum((0, 2)).to(kind)
-        each = ((product - unit * projected) * invstd[..., None], of_weight, None)
-    in_grad, *others = (empty if t is None else t for t in each)
+        grads = ((product - unit * projected) * invstd[..., None], of_weight, None)
+    in_grad, *others = (empty if t is None else t for t in grads)
     residual_grad = empty if residual is None else _dense(p, grad.to(x.dtype))
     return _dense(p, in_grad.view(x.shape).to(x.dtype)), *others, residual_grad
 
@@ -294,6 +294,6 @@ def fake_backward(
     *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     p = Assignment.read(others[-1]).problem
-    given = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
-    like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in given)
+    fakes = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
+    like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in fakes)
     return _dense(p, like), *grads, _dense(p, of_residual)

@@ -34,11 +34,11 @@ def _conv2d(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, call: str,
 ) -> Tensor:  # fmt: skip
-    found = Call.read(call)
+    parsed = Call.read(call)
     if scale is None or bias is None:
-        return _as_promised(x, convolve.forward(x, weight, bias, residual, found))
-    out = _as_promised(x, torch.convolution(x, weight, None, *found.arguments))
-    return pointwise.scale_shift(out, scale, bias, residual, found.activation, in_place=True)
+        return _as_promised(x, convolve.forward(x, weight, bias, residual, parsed))
+    out = _as_promised(x, torch.convolution(x, weight, None, *parsed.arguments))
+    return pointwise.scale_shift(out, scale, bias, residual, parsed.activation, in_place=True)
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -64,9 +64,9 @@ def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tu
         torch.empty_like(t, memory_format=CHANNELS_LAST) if t.dim() == 4
         else dense(torch.empty_like(t), layout_of(x)) for t in (x, weight)
     )  # fmt: skip
-    found = Call.read(call)
-    each = zip((*like, x.new_empty(found.biases(weight))), found.mask, strict=True)
-    return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
+    parsed = Call.read(call)
+    pairs = zip((*like, x.new_empty(parsed.biases(weight))), parsed.mask, strict=True)
+    return tuple(made if wanted else x.new_empty(0) for made, wanted in pairs)
 
 
 def _like(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -80,8 +80,8 @@ def _convert(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _fake_fold(*lists: Any) -> list[Tensor]:
-    each = zip(lists[2], lists[5], lists[7], strict=True)
-    return [t for mean, filter, dtype in each for t in folding.empty(mean, filter, dtype)]
+    layers = zip(lists[2], lists[5], lists[7], strict=True)
+    return [t for mean, filter, dtype in layers for t in folding.empty(mean, filter, dtype)]
 
 
 _define(
@@ -102,8 +102,8 @@ _define(
     "batch_norm_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) mean,"
     " Tensor(b!) variance, Tensor[] numbers, float momentum, float eps, str call)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda *given: norms.forward(*given, in_place=True)[:3],
-    lambda *given: norms.fake_forward(*given)[:3],
+    lambda *arguments: norms.forward(*arguments, in_place=True)[:3],
+    lambda *arguments: norms.fake_forward(*arguments)[:3],
 )
 _define(
     "batch_norm_backward(Tensor out_grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual,"

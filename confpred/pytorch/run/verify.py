@@ -71,18 +71,18 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
-        given = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
+        inputs = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
         for choice in ours:
             ready = load(Assignment.of(choice), ordinal, wishes.limits)
             if ready is not None:
                 launched = replace(choice, candidate=ready.assignment.candidate)
-                calls[launched] = partial(ready.run, *given)
+                calls[launched] = partial(ready.run, *inputs)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
         if fused is None:
             calls[own] = partial(library_call(CONVOLUTION, problem, ordinal), tensors)
         else:
-            calls[own] = partial(fused.run, *given)
+            calls[own] = partial(fused.run, *inputs)
         times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
@@ -188,15 +188,15 @@ def _steps_ms(
     """Return median milliseconds of a step of each of `runs`, forward and backward, until the
     device is done, and undo what it writes; `written` are places of `inputs`."""
     # In the memory of the inputs, where CUDA graphs read them, without their hooks and gradients.
-    given = [
+    arguments = [
         x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
     ]
-    tensors = [x for x in given if isinstance(x, Tensor)]
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
     learned = [x for x in tensors if x.requires_grad]
     devices = sorted({x.get_device() for x in tensors if x.is_cuda})
 
     def step(run: Callable[..., Any]) -> None:
-        leaves = [x for x in _pytree.tree_leaves(run(*given)) if isinstance(x, Tensor)]
+        leaves = [x for x in _pytree.tree_leaves(run(*arguments)) if isinstance(x, Tensor)]
         heads = [x for x in leaves if x.requires_grad]
         if heads and torch.is_grad_enabled():
             ones = [torch.ones_like(x) for x in heads]
@@ -211,7 +211,7 @@ def _steps_ms(
         return 1e3 * (time.perf_counter() - begun) / steps
 
     with torch.no_grad():
-        former = [(given[i], given[i].clone()) for i in written]
+        former = [(arguments[i], arguments[i].clone()) for i in written]
     with torch.random.fork_rng(devices):
         try:
             calls = [partial(step, run) for run in runs]

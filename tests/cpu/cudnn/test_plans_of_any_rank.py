@@ -184,7 +184,7 @@ def test_a_tile_means_the_same_in_any_rank(direction: str) -> None:
     assert product(layer) == product(same)
     known = {name: np.array([64]) for name in family.TILE_FIELDS}
     rows = np.array([0])
-    described = [family.described(p, H100, known, rows) for p in (layer, same)]
+    described = [family.describe_tiles(p, H100, known, rows) for p in (layer, same)]
     assert (described[0] == described[1]).all()
 
 
