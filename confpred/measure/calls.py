@@ -19,7 +19,7 @@ from confpred.errors import first_line
 from confpred.measure.kernels import HOPELESS_FACTOR, HOPELESS_SECONDS, Report
 from confpred.measure.pytorch import Evictor, TorchGraph
 from confpred.measure.timing import Outcome, Timing, launches_a_replay, time_interleaved
-from confpred.triton.triton_family import Call, TritonFamily
+from confpred.triton.triton_family import ExampleCall, TritonFamily
 
 #: Largest relative error of an output in the 2-norm, against another config's: both round sums in
 #: float32, of other orders, to the dtype. Integers must be equal.
@@ -75,7 +75,7 @@ def measure_calls(
     return [outcomes[row] for row in rows]
 
 
-def compile_all(call: Call, rows: Iterable[int], begin: Callable[[], object]) -> None:
+def compile_all(call: ExampleCall, rows: Iterable[int], begin: Callable[[], object]) -> None:
     """Compile configs into Triton's cache, in threads that `begin` begins. A config that does not
     compile says so when it is launched."""
 
@@ -89,7 +89,7 @@ def compile_all(call: Call, rows: Iterable[int], begin: Callable[[], object]) ->
         list(threads.map(compiled, rows))
 
 
-def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
+def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
     """Launch each config once, on the tensors as the example made them, and compare what it changes
     with what the first one changed that ran.
 
@@ -157,7 +157,7 @@ def _facts(kernel: Any) -> dict[str, Any]:
     return {**facts, "smem_bytes": int(kernel.metadata.shared)}
 
 
-def _once(call: Call, row: int) -> float:
+def _once(call: ExampleCall, row: int) -> float:
     """Return the seconds of one launch, which has ended."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

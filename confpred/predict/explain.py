@@ -240,17 +240,17 @@ def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
 
 
 def _pytorch(explanation: LayerExplanation) -> str:
-    theirs, choice = explanation.pytorch_ms, explanation.choice
-    if theirs is None:
+    pytorch_ms, choice = explanation.pytorch_ms, explanation.choice
+    if pytorch_ms is None:
         return "nothing predicts the time of its operator"
-    text = f"its operator is expected to take {theirs:.4f} ms"
+    text = f"its operator is expected to take {pytorch_ms:.4f} ms"
     if choice.provider == PYTORCH:
         times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
         if times and choice.source in ("predicted", "transferred"):
             erred = "be the slower one, by what the ratio's prediction has erred"
             text += f", the best of ours {times[0]:.4f} ms: it goes first wherever ours may {erred}"
     elif choice.predicted_ms:
-        text += f", {theirs / choice.predicted_ms:.2f} times as long"
+        text += f", {pytorch_ms / choice.predicted_ms:.2f} times as long"
     return text
 
 
@@ -378,16 +378,16 @@ def compare(
 ) -> Comparison:
     """Why `chosen` is expected to be faster than `other`; both are of the family of `learned`."""
     rows = np.array([chosen.config_id, other.config_id], np.intp)
-    ours, theirs = learned.features(problem, device, rows)
+    chosen_row, other_row = learned.features(problem, device, rows)
     names, fields = learned.pool.feature_names, learned.family.configs.dtype.names or ()
-    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    same = (chosen_row == other_row) | (np.isnan(chosen_row) & np.isnan(other_row))
     groups: dict[str, list[int]] = {}
     for i in np.flatnonzero(~same).tolist():
         groups.setdefault(theme_of(names[i], fields), []).append(i)
-    shares, whole = _shapley(learned, ours, theirs, list(groups.values()))
+    shares, whole = _shapley(learned, chosen_row, other_row, list(groups.values()))
     contributions = []
     for (theme, columns), share in zip(groups.items(), shares, strict=True):
-        values = {names[i]: (float(ours[i]), float(theirs[i])) for i in columns}
+        values = {names[i]: (float(chosen_row[i]), float(other_row[i])) for i in columns}
         contributions.append(Contribution(theme, math.exp(share), values))
     contributions.sort(key=lambda c: -abs(math.log(c.ratio)))
     return Comparison(other, math.exp(whole), tuple(contributions))
@@ -402,17 +402,17 @@ def theme_of(name: str, config_fields: Sequence[str]) -> str:
 
 def _shapley(
     learned: FamilyModel,
-    ours: NDArray[np.float32],
-    theirs: NDArray[np.float32],
+    chosen_row: NDArray[np.float32],
+    other_row: NDArray[np.float32],
     groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
     """Return what exchanging each group of columns, and all, adds to the cost."""
     count = len(groups)
-    mixed = np.tile(ours, (2**count, 1))
-    # Bit g of a row's number: whether it has group g of `theirs`.
+    mixed = np.tile(chosen_row, (2**count, 1))
+    # Bit g of a row's number: whether it has group g of `other_row`.
     exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
     for group, columns in enumerate(groups):
-        mixed[np.ix_(exchanged[:, group] == 1, columns)] = theirs[columns]
+        mixed[np.ix_(exchanged[:, group] == 1, columns)] = other_row[columns]
     cost = learned.ordering.predict(mixed)
     sizes = exchanged.sum(axis=1)
     shares = []

@@ -38,7 +38,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.triton.problem import KernelCall, joined
 from confpred.triton.source import plain_function, source_of
-from confpred.triton.triton_family import Call, Functions, TritonFamily, config_key
+from confpred.triton.triton_family import ExampleCall, Functions, TritonFamily, config_key
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")
@@ -249,7 +249,7 @@ class Tuned(Autotuner):
         key = config_key(config)
         return keys.index(key) if key in keys else len(self.configs)
 
-    def example_call(self, problem: KernelCall) -> Call:
+    def example_call(self, problem: KernelCall) -> ExampleCall:
         """Return a call of the kernel that the author's example makes for `problem`.
 
         Raises:
@@ -278,7 +278,7 @@ class Tuned(Autotuner):
             self.fn.run(*args, **{**kwargs, **self._of_row(row).all_kwargs(), "warmup": True})
 
         tensors = {n: named[n] for n in self.arg_names if isinstance(named.get(n), torch.Tensor)}
-        return Call(launch, compiled, tensors)
+        return ExampleCall(launch, compiled, tensors)
 
     @contextmanager
     def _capture(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:

@@ -39,7 +39,7 @@ from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, verify
 from confpred.pytorch.run.choosing import Wishes
-from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference
+from confpred.pytorch.run.graphs import GraphMemory, make_replayable, memory_of_inference
 from confpred.pytorch.run.loading import compile_ahead
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
@@ -155,52 +155,52 @@ class Compiler:
         self.sites: list[Site] = []
         self.norms: list[Site] = []
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
-        self.memory = Memory()
+        self.memory = GraphMemory()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
         self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
         with self.capture.compiling("PyTorch traces it"):
-            compiled = self._compiled(gm, example_inputs)
+            compiled = self._compile(gm, example_inputs)
             if self.options.verify == NETWORK and self.sites:
-                compiled = self._against_pytorch(compiled, gm, example_inputs)
+                compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
 
-    def _against_pytorch(self, ours: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """Return what keeps the faster of `ours` and the same graph without confpred's choices."""
+    def _race_pytorch(self, chosen: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Return a function that keeps the faster of `chosen` and the same graph by PyTorch."""
         capture, other = self.capture, Compiler(self.options, chooses=False)
         other.capture = replace(capture, passes=[], sites=other.sites, doing="", was_slow=True)
 
-        def decided(is_ours: bool, why: str) -> None:
-            capture.kept, capture.is_rejected = why, not is_ours
+        def note_decision(is_kept: bool, why: str) -> None:
+            capture.kept, capture.is_rejected = why, not is_kept
             log.info("verify='network': %s", why)
-            if is_ours:
+            if is_kept:
                 return
             capture.passes = other.capture.passes
-            for choice in (site.choice for site in self.sites if site.is_ours):
+            for choice in (site.choice for site in self.sites if site.is_lowered):
                 if choice is not None:
                     choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
 
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         inputs = metadata.input_info
-        why = passes.foreign_operator(gm)
+        why = passes.find_foreign_operator(gm)
         if len(inputs) != len(example_inputs):  # AOTAutograd has put some together
             why = "inputs that it writes to share memory"
         if why:
-            decided(True, verify.UNTIMED + why)
-            return ours
+            note_decision(True, verify.UNTIMED + why)
+            return chosen
         try:
             with other.capture.compiling("PyTorch traces it again"):
-                others = other._compiled(gm, example_inputs)
+                plain = other._compile(gm, example_inputs)
         except Exception as error:
             passes.warn_of(error, "verify='network'", "confpred's choices are kept")
-            return ours
+            return chosen
         written = [place for place, x in enumerate(inputs) if x.mutates_data]
-        rivals = verify.Rivals(ours, others, written, decided)
+        rivals = verify.Rivals(chosen, plain, written, note_decision)
         rivals.confpred_capture = capture  # which lives as long
         return rivals
 
-    def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's by AOTAutograd."""
         from torch._dynamo.backends.common import aot_autograd
 
@@ -238,7 +238,7 @@ class Compiler:
         ordinal = ordinal_of(graph)
         return None if ordinal is None or not self._chooses else chooser(ordinal, self.options)
 
-    def _inductors(self, graph: fx.Graph) -> Device | None:
+    def _inductor_device(self, graph: fx.Graph) -> Device | None:
         """Return the device that Inductor compiles `graph` for; None where it does not."""
         ordinal = ordinal_of(graph)
         return choosing.device_of(ordinal) if self.inductor and ordinal is not None else None
@@ -246,20 +246,20 @@ class Compiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
-        steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
+        steps: list[Step] = [passes.let_views_copy, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
-            fuse = partial(fusing.fuse, inputs=self._values, device=self._inductors(gm.graph))
+            fuse = partial(fusing.fuse, inputs=self._values, device=self._inductor_device(gm.graph))
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
-            norms = self._norms(choose, (NORM,))
+            norms = self._norm_steps(choose, (NORM,))
             steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
         if self.inductor:
-            gm, steps = self._decomposed(gm, inputs, steps), []
+            gm, steps = self._decompose(gm, inputs, steps), []
         self._attempt(gm, [*steps, passes.update_in_place])
         run = partial(self._run, inputs=inputs, kind="inference")
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         static = metadata.static_input_indices
-        return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
+        return passes.freeze(gm, static, run) if self.options.freeze else run(gm, static)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
@@ -270,20 +270,20 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
-        steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
+        steps: list[Step] = [passes.let_views_copy, passes.join_silu_gradients]
         choose = self.chooser(joint.graph)
         if choose is not None:
-            convolutions = partial(training.serve_convolutions, compiled=self.inductor)
+            convolutions = partial(training.lower_convolutions, compiled=self.inductor)
             serve = partial(self._replace, convolutions, choose)
             steps += [layouts.to_channels_last, serve, layouts.keep_strides]
-            steps += self._norms(choose, (BATCH_NORM, NORM))
+            steps += self._norm_steps(choose, (BATCH_NORM, NORM))
         if self.inductor:
-            joint, steps = self._decomposed(joint, inputs, steps), []
+            joint, steps = self._decompose(joint, inputs, steps), []
         if self.inductor:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        self._attempt(joint, [*steps, passes.batch_norms_as_eager, passes.describe_tensors])
+        self._attempt(joint, [*steps, passes.restore_eager_batch_norms, passes.describe_tensors])
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -319,18 +319,18 @@ class Compiler:
         self.capture.doing = "confpred chooses, and compiles kernels"
         self.sites += replace(graph, choose, self.options.wishes)
 
-    def _norms(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
+    def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
         """Return the steps that let confpred compute norms of `kinds`; none where nothing is known
         of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        serve = partial(normalising.serve_norms, choose=choose, operations=names, layers=self.norms)
+        serve = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
         return [serve, layouts.keep_strides] if names else []
 
-    def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
+    def _decompose(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
         """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""
         self._attempt(gm, [*steps, layouts.filters_to_channels_last])
         try:
-            return inductor.decomposed(gm, inputs)
+            return inductor.decompose(gm, inputs)
         except Exception as error:
             passes.warn_of(error, "decompositions", "Inductor does not compile")
             self.inductor = False
@@ -350,7 +350,7 @@ class Compiler:
             self.capture.doing = f"Inductor compiles the {kind} pass"
             changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
             try:
-                plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
+                plain = inductor.compile_pass(changed, inputs, static, mutated, visible, kind)
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
         done = Pass(kind, set(), "Inductor" if plain is not None else "PyTorch's operators")
@@ -362,7 +362,7 @@ class Compiler:
             done.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
         else:
             memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
-            run = graphed(
+            run = make_replayable(
                 gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
                 visible=visible, kind=kind, reasons=done.reasons,
             )  # fmt: skip
@@ -381,7 +381,7 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
                 how = ordinal, top, options.wishes
                 by_problem: dict[Record, Choice | None] = {
-                    p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)
+                    p: verify.choose_fastest(p, *how) for p in dict.fromkeys(convolutions)
                 }
             others = [problem for problem in problems if problem not in by_problem]
             by_problem |= zip(others, choose(others) if others else (), strict=True)

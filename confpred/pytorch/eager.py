@@ -150,10 +150,10 @@ def _convolution(
     call = Call(geometry, wishes=wishes)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
-        out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        out = ConvolutionFunction.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return activated(name, out if residual is None else out + residual)
     out = convolve.forward(x, weight, bias, residual, replace(call, activation=name))
-    return _laid_as_pytorch(out, x, weight)
+    return _lay_as_pytorch(out, x, weight)
 
 
 def _axes(name: str, value: int | Axes, rank: int) -> Axes:
@@ -164,7 +164,7 @@ def _axes(name: str, value: int | Axes, rank: int) -> Axes:
     return tuple(value)
 
 
-def _laid_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _lay_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return a result for `x` with the strides of PyTorch's, whose lines are channels first."""
     if t.dim() in (1, 4):
         return t
@@ -198,7 +198,7 @@ def is_plain(*tensors: Tensor) -> bool:
     )
 
 
-class Convolution(torch.autograd.Function):
+class ConvolutionFunction(torch.autograd.Function):
     """A convolution of plain tensors of one dtype, whose three directions are chosen apart;
     gradients of gradients are PyTorch's."""
 
@@ -206,7 +206,7 @@ class Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return _laid_as_pytorch(convolve.forward(x, weight, bias, None, call), x, weight)
+        return _lay_as_pytorch(convolve.forward(x, weight, bias, None, call), x, weight)
 
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor) -> Any:
@@ -217,7 +217,7 @@ class Convolution(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(out_grad) or not torch._C._has_storage(out_grad):
             return (*convolve.backward_by_pytorch(out_grad, x, weight, call, call.mask), None)
         grads = convolve.backward(out_grad, x, weight, call)
-        laid = (None if t is None else _laid_as_pytorch(t, x, weight) for t in grads)
+        laid = (None if t is None else _lay_as_pytorch(t, x, weight) for t in grads)
         return (*laid, None)
 
 
@@ -250,7 +250,7 @@ def enable(
     with uninterrupted, _lock:
         _former.append((_wishes, undo))
         _wishes = wishes
-        for kind, method in zip(_KINDS, _OURS, strict=True):
+        for kind, method in zip(_KINDS, _CONFPRED, strict=True):
             kind._conv_forward = method
 
 
@@ -306,10 +306,10 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
             call, input.shape, weight.shape, input.dtype, weight.dtype, cast_dtype(input),
             bias is None, input.get_device(), weight.get_device(), is_channels_last(input),
         )  # fmt: skip
-        if not choosing.kept(key, lambda: _saves(call, *cast(input, weight, bias))):
+        if not choosing.cached(key, lambda: _saves(call, *cast(input, weight, bias))):
             return pytorch(self, input, weight, bias)
         x, weight, bias = cast(input, weight, bias)
-        out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        out: Tensor = ConvolutionFunction.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return out
 
     # `torch.jit.script` reads the text of this, and looks its names up in this module.
@@ -317,7 +317,7 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _conv_forward
 
 
-_OURS = tuple(map(_forward_of, _PYTORCH))
+_CONFPRED = tuple(map(_forward_of, _PYTORCH))
 
 
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -110,7 +110,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NetworkStep:
     """One step of the network, before and after confpred.
 
     Attributes:
@@ -147,7 +147,7 @@ class Explanation:
     columns. `remarks` are sentences about the answer."""
 
     device: str
-    step: Step
+    step: NetworkStep
     rows: tuple[Row, ...]
     training: bool = False
     remarks: tuple[str, ...] = ()
@@ -234,7 +234,7 @@ def _device_here() -> tuple[Device, list[str]]:
 
 
 def _in_half(
-    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: Step,
+    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: NetworkStep,
     training: bool,
 ) -> Iterator[str]:  # fmt: skip
     """Yield what half precision, channels last, would bring, if it is more than `step`."""
@@ -253,7 +253,7 @@ def _in_half(
         )
 
 
-def _remarks(step: Step, rows: Sequence[Row], device: Device) -> Iterator[str]:
+def _remarks(step: NetworkStep, rows: Sequence[Row], device: Device) -> Iterator[str]:
     if any(row.reason.startswith("no model for this device") for row in rows):
         yield f"confpred has no model of the {device.key}, so PyTorch's operators stay, fused."
     if step.gain < 0.995 or step.launches_after > step.launches_before:
@@ -323,7 +323,7 @@ class Recorder(Compiler):
                 if when and not name.startswith(_NORMS):
                     self._others.setdefault(name, []).append((name_of(node), seconds))
 
-    def explanation(self) -> tuple[Step, tuple[Row, ...]]:
+    def explanation(self) -> tuple[NetworkStep, tuple[Row, ...]]:
         """Return what was captured, as a whole and in rows."""
         remaining = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
@@ -341,7 +341,7 @@ class Recorder(Compiler):
         after_s = self._other_s[1] + sum(count * after for count, _, after in times)
         total_s = self._other_s[0] + before_s
         before, after = self._operators
-        step = Step(
+        step = NetworkStep(
             self._parts, before.total(), after.total(),
             fused=sum(len(row.fused) * len(row.layers) for row in rows),
             ms_before=1e3 * total_s, ms_after=1e3 * after_s,
@@ -442,7 +442,7 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     pytorch_ms = 1e3 * estimate_s if is_estimate else pytorch_ms
     problem: Any = site.problem
     first = (names, site.direction, problem, site.fused)
-    if choice is not None and site.is_ours:
+    if choice is not None and site.is_lowered:
         config, ms = dict(choice.config or {}), choice.predicted_ms
         reason = choice.source + ", unlike what was measured" * choice.extrapolated
         more = (config, pytorch_ms if ms is None else ms, pytorch_ms, reason)

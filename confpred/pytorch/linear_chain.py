@@ -16,7 +16,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch.eager import is_plain
-from confpred.pytorch.run.choosing import Wishes, kept
+from confpred.pytorch.run.choosing import Wishes, cached
 from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, choose_and_load
 from confpred.pytorch.run.pointwise import activation_named
 
@@ -107,7 +107,7 @@ def _launch(
     def find() -> ReadyLaunch | None:
         return choose_and_load(problem, ordinal, Wishes(limits))
 
-    return kept(("chain", problem, ordinal, limits), find)
+    return cached(("chain", problem, ordinal, limits), find)
 
 
 def problem_of(

@@ -82,7 +82,7 @@ def optimize(
         return torch.compile(frame, backend=backend, dynamic=dynamic, options=dict(options))
 
     made = _Optimized(model, capture, calls)
-    call = _function(made, model)
+    call = _as_function(made, model)
     call.calls = calls
     model._compiled_call_impl = call
     if example_inputs is not None:
@@ -187,7 +187,7 @@ def _watch_parts(model: nn.Module, calls: Calls) -> None:
     """Notice where a module of `model` runs before the model is called."""
     for name, module in model.named_modules():
         if module._compiled_call_impl is None or _is_part(module):
-            module._compiled_call_impl = _function(_Part(model, name, module, calls), module)
+            module._compiled_call_impl = _as_function(_Part(model, name, module, calls), module)
 
 
 def _unwatch_parts(model: nn.Module) -> None:
@@ -200,7 +200,7 @@ def _is_part(module: nn.Module) -> bool:
     return type(getattr(module._compiled_call_impl, "made", None)) is _Part
 
 
-def _function(made: _Optimized | _Part, module: nn.Module) -> Any:
+def _as_function(made: _Optimized | _Part, module: nn.Module) -> Any:
     """Return `made` as a function for calls of `module`: TorchScript passes over functions that a
     module has, and refuses other objects. Whatever traces the module sees it as it is."""
 
@@ -259,7 +259,7 @@ def _compare(
         captured = partial(made.calls.of, made.captured)
         model._compiled_call_impl = captured
         try:
-            ours = _results(model, args, kwargs)
+            outputs = _results(model, args, kwargs)
         except TorchDynamoException:
             model._compiled_call_impl = None
             _results(model, args, kwargs)  # where eager mode fails, too, its error is plainer
@@ -267,12 +267,12 @@ def _compare(
         for reason in made.calls.breaks[:1]:
             log.warning("%s is captured in parts, cut where: %s", name, reason)
         model._compiled_call_impl = None
-        theirs = _results(model, args, kwargs)
-        difference = _largest_difference(ours, theirs)
+        expected = _results(model, args, kwargs)
+        difference = _largest_difference(outputs, expected)
         if difference is not None:
             # A network may make much of any rounding, or draw random numbers.
             nearby = _results(model, args, kwargs, noise=True)
-            if _largest_difference(nearby, theirs) is not None:
+            if _largest_difference(nearby, expected) is not None:
                 log.warning(
                     "the outputs of %s cannot be compared, as they change with any rounding of"
                     " the inputs: %s", name, difference,
@@ -361,22 +361,22 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
     return results
 
 
-def _largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
-    """Return how `ours` differ, in words; None if they do not."""
-    if [x.shape for x in ours] != [x.shape for x in theirs]:
+def _largest_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | None:
+    """Return how `outputs` differ, in words; None if they do not."""
+    if [x.shape for x in outputs] != [x.shape for x in expected]:
         return "its outputs have other shapes"
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine.dtype is not other.dtype:
-            return f"an output is of {mine.dtype} and not of {other.dtype}"
+    for actual, other in zip(outputs, expected, strict=True):
+        if actual.dtype is not other.dtype:
+            return f"an output is of {actual.dtype} and not of {other.dtype}"
         if not other.is_floating_point():
-            if not torch.equal(mine, other):
+            if not torch.equal(actual, other):
                 return "an output of whole numbers differs"
             continue
-        a, b = mine.double(), other.double()
+        a, b = actual.double(), other.double()
         finite = b.isfinite()
         if not torch.equal(a.isfinite(), finite):
             return "a number is infinite in one output alone"
         off, size = torch.where(finite, a - b, 0.0).norm(), torch.where(finite, b, 0.0).norm()
-        if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in ours) * size:
+        if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in outputs) * size:
             return f"an output of norm {size.item():.3g} is {off.item():.3g} off"
     return None

@@ -57,7 +57,7 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
             allowed = "a block in which a convolution runs on a CUDA device; none was seen"
             raise InvalidInput("path", str(path), allowed)
         plan = plan_of(c for c in seen if isinstance(c.problem, Problem))
-        write_plan(target, plan, kernels=_compiled(plan) if kernels else None)
+        write_plan(target, plan, kernels=_compile_kernels(plan) if kernels else None)
 
 
 def prepare(
@@ -107,7 +107,7 @@ def prepare(
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
     plan = plan_of(choosing.current_predictor().choose_many(problems, target))
-    write_plan(Path(out), plan, kernels=_compiled(plan))
+    write_plan(Path(out), plan, kernels=_compile_kernels(plan))
     return plan
 
 
@@ -123,5 +123,5 @@ def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     return list(dict.fromkeys(kernels))
 
 
-def _compiled(plan: Plan) -> dict[str, str | bytes]:
+def _compile_kernels(plan: Plan) -> dict[str, str | bytes]:
     return compiled_files([*plan.specs(), *further_kernels(plan.choices)], plan.arch)

@@ -148,7 +148,7 @@ class Capture:
 
     def reason(self, site: Site) -> str:
         """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
-        if site.choice is None or not site.is_ours or self.ordinal is None:
+        if site.choice is None or not site.is_lowered or self.ordinal is None:
             return site.reason
         if self.is_rejected:
             return "slower in the whole network"
@@ -175,7 +175,7 @@ def capture_of(
 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     fixed = [x for x in tensors if isinstance(x, nn.Parameter) or _is_buffer(x)]
-    texts = [_described(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
+    texts = [_describe(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
     sizes = " with open sizes" if len(tensors) < len(inputs) else ""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     ended = f"{_place(reason.user_stack)}: {_first(reason.reason)}" if _is_break(reason) else ""
@@ -206,7 +206,7 @@ def _first(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _described(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
 
 

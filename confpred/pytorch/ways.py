@@ -288,7 +288,7 @@ def measure(
     for name, start in ways.items():
         say(name, "first steps")
         try:
-            way = _made(start, subject, expected, name != "reduce-overhead")
+            way = _start_way(start, subject, expected, name != "reduce-overhead")
             if name == "eager":
                 allowed = TIMES_AS_FAR * way.difference + SLACK
             if not way.difference <= allowed:
@@ -311,10 +311,10 @@ def measure(
         }
         for other in ("eager", "compile", "reduce-overhead"):
             if other in ready:
-                theirs = ready[other]
-                results[name][f"over_{other}"] = ratio(theirs.times_ms, way.times_ms)
-                if theirs.graph_ms:
-                    results[name][f"graph_over_{other}"] = ratio(theirs.graph_ms, way.graph_ms)
+                baseline = ready[other]
+                results[name][f"over_{other}"] = ratio(baseline.times_ms, way.times_ms)
+                if baseline.graph_ms:
+                    results[name][f"graph_over_{other}"] = ratio(baseline.graph_ms, way.graph_ms)
     return {name: results[name] for name in ways}
 
 
@@ -324,14 +324,14 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"[:500]
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+def ratio(baseline_ms: Sequence[float], ms: Sequence[float]) -> float | None:
     """Return the median of the rounds' ratios: a host that is slow for seconds is so for both."""
-    if not theirs or not ours:
+    if not baseline_ms or not ms:
         return None
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    return statistics.median(a / b for a, b in zip(baseline_ms, ms, strict=True))
 
 
-def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> Way:
+def _start_way(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> Way:
     """Start a way, and run its first steps."""
     subject.synchronize()
     leave_pool()
@@ -354,7 +354,7 @@ def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> 
         step()
         torch.cuda.synchronize()
         way.peak_mb = (torch.cuda.max_memory_reserved() - held) / 2**20
-        way.graph = _captured(step) if has_graph else None
+        way.graph = _capture_graph(step) if has_graph else None
     return way
 
 
@@ -375,7 +375,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _captured(step: Step) -> Step:
+def _capture_graph(step: Step) -> Step:
     """Return the step as one CUDA graph, captured after a warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

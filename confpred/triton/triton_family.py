@@ -35,7 +35,7 @@ _SPARE_REGISTERS = 32  # of a thread, beside the sums of its tile
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ExampleCall:
     """A call of a kernel that a person's example makes.
 
     Attributes:
@@ -110,7 +110,7 @@ class TritonFamily:
         source: Source,
         version: str,
         extra: Functions | None = None,
-        example: Callable[[KernelCall], Call] | None = None,
+        example: Callable[[KernelCall], ExampleCall] | None = None,
     ) -> None:
         self.name, self.key, self.version, self.digest = name, tuple(key), version, source.digest
         self.operation = TritonOperation(name, key)
@@ -168,7 +168,7 @@ class TritonFamily:
         """Nothing but the identity: the config is run by the kernel's own call."""
         return Launch((), file=self.source)
 
-    def example(self, problem: KernelCall) -> Call:
+    def example(self, problem: KernelCall) -> ExampleCall:
         """Return a call for `problem`, with inputs.
 
         Raises:

@@ -24,10 +24,10 @@ from confpred.pytorch.run.convolve import is_deterministic, sums_bias
 from confpred.pytorch.run.loading import layout_of
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
-_PATTERNS = (following.sum_after, following.activation_after)
+_PATTERNS = (following.take_sum, following.take_activation)
 
 
-def serve(
+def lower_convolutions(
     graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, *, fuses: bool
 ) -> list[sites.Site]:
     """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
@@ -36,17 +36,17 @@ def serve(
     claimed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
-            layer = padded(node) or cut(node)
+            layer = match_padded(node) or match_cut(node)
             if layer is not None:
                 matches.append(_match(layer, wishes, fuses, claimed))
     matches.reverse()
     if matches:
         choose_and_replace(graph, matches, choose)
-    served = [match.sites for match in matches if any(site.is_ours for site in match.sites)]
+    served = [match.sites for match in matches if any(site.is_lowered for site in match.sites)]
     return [site for own in served for site in own]
 
 
-def padded(node: fx.Node) -> Causal | None:
+def match_padded(node: fx.Node) -> Causal | None:
     """Return a convolution, or its backward, whose input is padded with zeros on the left."""
     geometry, pad = _geometry(node), sites.arguments_of(node)[0]
     if geometry is None or pad.target is not aten.constant_pad_nd.default:
@@ -72,7 +72,7 @@ def padded(node: fx.Node) -> Causal | None:
     return Causal(node, left, extra, pad, node, tuple(grads))
 
 
-def cut(node: fx.Node) -> Causal | None:
+def match_cut(node: fx.Node) -> Causal | None:
     """Return a convolution with what cuts its result, or its backward with the gradient of that."""
     geometry, x = _geometry(node), sites.arguments_of(node)[0]
     if geometry is None or layout_of(val_of(x)) != "channels_first":
@@ -147,7 +147,7 @@ def _match(layer: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.
 def _replace(
     layer: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
 ) -> None:
-    if not site.is_ours:
+    if not site.is_lowered:
         return
     node = layer.node
     call = sites.call_of(node, [site], wishes, layer, activation=chain.activation)
@@ -156,7 +156,7 @@ def _replace(
 
 
 def _replace_backward(layer: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
-    if not any(site.is_ours for site in own):
+    if not any(site.is_lowered for site in own):
         return
     node = layer.node
     call = sites.call_of(node, own, wishes, layer)

@@ -70,7 +70,7 @@ def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Nod
     return chain
 
 
-def norm_after(chain: Chain) -> Chain:
+def take_norm(chain: Chain) -> Chain:
     """Take a batch norm by running statistics, if its normalised tensor alone is used."""
     norm = _only_reader(chain.last)
     if chain.norm is not None or norm is None or norm.target is not FIXED_NORM:
@@ -81,7 +81,7 @@ def norm_after(chain: Chain) -> Chain:
     return replace(chain, nodes=(*chain.nodes, norm, first), norm=norm)
 
 
-def sum_after(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
+def take_sum(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     """Take a sum with a residual of the same shape and dtype, without a factor.
 
     It has the layout of what it is added to, as nodes that follow count on the strides of the sum.
@@ -103,7 +103,7 @@ def sum_after(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     return replace(chain, nodes=(*chain.nodes, total), sum=(total, places[0]))
 
 
-def activation_after(chain: Chain, gradient: fx.Node | None = None) -> Chain:
+def take_activation(chain: Chain, gradient: fx.Node | None = None) -> Chain:
     """Take an activation; in a joint graph with its `gradient`, which may read the same, too."""
     readers = set(readers_of(chain.last)) - {gradient}
     node = readers.pop() if len(readers) == 1 else None

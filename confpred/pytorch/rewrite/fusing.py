@@ -33,7 +33,7 @@ confpred = torch.ops.confpred
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
-_PATTERNS = (following.norm_after, following.sum_after, following.activation_after)
+_PATTERNS = (following.take_norm, following.take_sum, following.take_activation)
 
 
 def fuse(
@@ -48,12 +48,12 @@ def fuse(
         inputs: of the graph, or none where their values are not known.
         device: that Inductor compiles the rest for; None where it does not.
     """
-    layers = causal.serve(graph, choose, wishes, fuses=True)
+    layers = causal.lower_convolutions(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
     chains = _chains(graph)
     if device is not None:
-        chains = _shortened(chains, device, wishes)
+        chains = _shorten_chains(chains, device, wishes)
     matches = []
     for chain in chains:
         site = _site(chain, values)
@@ -87,7 +87,7 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
     return [chains[node] for node in graph.nodes if node in chains]
 
 
-def _shortened(
+def _shorten_chains(
     chains: Sequence[following.Chain], device: Device, wishes: choosing.Wishes
 ) -> list[following.Chain]:
     """Return `chains`, of some their convolution alone: where that and the pass of Inductor's that
@@ -114,10 +114,10 @@ def _shortened(
         if not _is_read_on_its_way(chain.last, taken):
             tensors, follows = tensors + 2, LAUNCH_MS
         follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
-        by_pytorch = bare.pytorch_ms if library.fuses(p) else math.inf
+        by_pytorch = bare.pytorch_ms if library.is_one_operator(p) else math.inf
         # Inductor adds the bias of PyTorch's convolution, as part of the pass.
-        alone = min(_ours_ms(biased), bare.pytorch_ms) + follows
-        return alone < min(_ours_ms(whole), by_pytorch)
+        alone = min(_kernel_ms(biased), bare.pytorch_ms) + follows
+        return alone < min(_kernel_ms(whole), by_pytorch)
 
     shortened = []
     for chain in reversed(chains):  # what reads a result comes before it
@@ -132,10 +132,10 @@ def _shortened(
     return shortened[::-1]
 
 
-def _ours_ms(choice: Choice) -> float:
+def _kernel_ms(choice: Choice) -> float:
     """Return the expected milliseconds of a confpred kernel, or of a plan that was chosen."""
-    is_ours = choosing.why_pytorch(choice) is None
-    return choice.predicted_ms if is_ours and choice.predicted_ms else math.inf
+    replaces = choosing.why_pytorch(choice) is None
+    return choice.predicted_ms if replaces and choice.predicted_ms else math.inf
 
 
 def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
@@ -170,10 +170,10 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
     that follows it. Such a one takes a folded filter; PyTorch's convolution and a pass over its
     output do not."""
     node, problem = chain.nodes[0], site.problem
-    if site.is_ours or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
-        return site.is_ours
+    if site.is_lowered or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
+        return site.is_lowered
     if isinstance(problem, Problem):
-        return library.fuses(problem)
+        return library.is_one_operator(problem)
     geometry = sites.geometry_of(node)
     if geometry is None or node.args[6] or chain.sum is not None:
         return False

@@ -35,7 +35,7 @@ def is_available() -> bool:
     return not missing
 
 
-def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """Return `gm` in the operators that Inductor lowers, with names of inputs as they are."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config, lowering  # noqa: F401  decompositions look into it
@@ -58,7 +58,7 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     return traced
 
 
-def compiled(
+def compile_pass(
     gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int],
     visible: int | None, kind: str,
 ) -> Run:  # fmt: skip
@@ -75,7 +75,7 @@ def compiled(
     from torch._inductor import compile_fx, config
 
     places = gm.graph.find_nodes(op="placeholder")
-    examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
+    examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.freeze`
     strides = {  # () where one depends on an open size
         i: x.stride() if all(isinstance(s, int) for s in x.stride()) else ()
         for i, x in enumerate(examples) if isinstance(x, Tensor)

@@ -85,11 +85,11 @@ class Layouts:
         of_own, of_other = costs[own], costs[other]
         best = own
         if of_own is not None and of_other is not None and of_other < of_own:
-            best = other if any(_is_ours(choices[s.by_layout[other]]) for s in sites) else own
+            best = other if any(_runs_kernel(choices[s.by_layout[other]]) for s in sites) else own
         for site in sites:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
-        if any(site.is_ours for site in sites):
+        if any(site.is_lowered for site in sites):
             there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
             there += [(node, best) for node in (*match.reads, *match.writes)]
             self._there.update(there)
@@ -104,7 +104,7 @@ class Layouts:
                 return None
             times = [c.pytorch_ms for c in options if c is not None and c.pytorch_ms is not None]
             pytorch_ms = times[0] if times else None
-            ms = choice.predicted_ms if _is_ours(choice) else pytorch_ms
+            ms = choice.predicted_ms if _runs_kernel(choice) else pytorch_ms
             if ms is None:
                 return None
             total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s
@@ -144,7 +144,7 @@ class Layouts:
         )
 
 
-def _is_ours(choice: Choice | None) -> bool:
+def _runs_kernel(choice: Choice | None) -> bool:
     return choice is not None and choosing.why_pytorch(choice) is None
 
 

@@ -107,7 +107,7 @@ class Layer:
         return first if max(inputs) < first else None
 
 
-def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
+def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
     """Return what tells whether a node of a graph is channels last; if it `has_groups`, or will be
     once confpred computes the norms of groups before it."""
     expected: set[fx.Node] = set()
@@ -129,9 +129,9 @@ def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
     return lies
 
 
-def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
+def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
     """Return the batch norm whose gradient `backward` is; None if kernels cannot compute both.
-    `claimed` are nodes of others; `lies` is as `lies_last` returns it."""
+    `claimed` are nodes of others; `lies` is as `make_layout_test` returns it."""
     arguments: Any = backward.args
     grad, x, weight, _, _, mean, _, training, _, mask = arguments
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
@@ -170,17 +170,17 @@ def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer
         )  # fmt: skip
 
     plain = Chain((norm, items[0]), norm)
-    add = partial(_sum_after, images[0].dtype, lies, True)
-    patterns = (add, partial(_activation_after, [backward]))
+    add = partial(_take_sum, images[0].dtype, lies, True)
+    patterns = (add, partial(_take_activation, [backward]))
     whole = layer(following.follow(plain, patterns, claimed))
     return layer(plain) if whole.position() is None else whole
 
 
-def group_norm(
+def match_group_norm(
     norm: Any, backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
     """Return the norm of groups whose gradient `backward` is, if there is one; None if kernels
-    cannot compute it. `claimed` and `lies` are as of `batch_norm`."""
+    cannot compute it. `claimed` and `lies` are as of `match_batch_norm`."""
     if str(getattr(norm, "target", "")) not in _GROUP_NORMS:
         return None
     items = {item.args[1]: item for item in norm.users}
@@ -197,7 +197,7 @@ def group_norm(
             return None
         nodes += views
     for start in range(len(hands)):
-        layer = _reading(Chain(tuple(nodes), norm), hands[start:], backward, claimed, lies)
+        layer = _match_group_norm(Chain(tuple(nodes), norm), hands[start:], backward, claimed, lies)
         if layer is not None:
             return layer
     return None
@@ -224,7 +224,7 @@ def _hands(
     return hands
 
 
-def _reading(
+def _match_group_norm(
     chain: Chain, hands: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
     """Return the norm of groups at the start of `chain`, if confpred's operator can read what the
@@ -244,16 +244,16 @@ def _reading(
         or (backward is not None and _is_copy(hands[0]) and _may_be_written(_first(hands[0])))
     ):  # fmt: skip
         return None
-    chain = following.follow(chain, [partial(_conversion_after, x.dtype)], claimed)
+    chain = following.follow(chain, [partial(_take_conversion, x.dtype)], claimed)
     scale: Sequence[Place] = ()
     if backward is None and sizes[1] > 1:
-        chain, scale, weights = _scale_after(chain, x, weights, claimed)
+        chain, scale, weights = _take_scale(chain, x, weights, claimed)
     views = _VIEWS if _is_instance(norm) else ()
     back = [] if backward is None else _hands(backward, x.dtype, views)
     is_row = lambda node: val_of(node).is_contiguous()  # noqa: E731
-    add = partial(_sum_after, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
-    chain = following.follow(chain, [add, partial(_activation_after, back)], claimed)
-    ends = converted(chain.last, x.dtype, chain.gradient)
+    add = partial(_take_sum, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
+    chain = following.follow(chain, [add, partial(_take_activation, back)], claimed)
+    ends = find_conversions(chain.last, x.dtype, chain.gradient)
     grad = _grad_of(chain, back, x.dtype) if back else None
     grads = _grads_of(backward, (x, *weights)) if back else {}
     if not ends or grads is None or (grad is None and back):
@@ -302,7 +302,7 @@ def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place
     that nodes read."""
     inner = chain.gradient
     reader = back[0] if inner is None else _hands(inner, dtype)[0]
-    reads_others = inner is not None and converted(inner, dtype, back[0]) is None
+    reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
     return None if reads_others or val_of(_first(reader)).dtype is not dtype else (reader, 0)
 
 
@@ -320,14 +320,14 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
             nodes = [node for node in readers_of(item) if node.target in _VIEWS]
             if place and nodes:
                 nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
-        ends = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
+        ends = find_conversions(nodes[0], like.dtype) if len(nodes) == 1 else None
         if ends is None or val_of(nodes[0]).shape != like.shape:
             return None
         grads[place] = ends
     return grads
 
 
-def _scale_after(
+def _take_scale(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
     """Take a factor and a term of each sample and channel, as adaptive norms have them; return the
@@ -356,18 +356,18 @@ def _scale_after(
     return replace(chain, nodes=(*chain.nodes, *nodes)), places, made * 2
 
 
-def _conversion_after(dtype: torch.dtype, chain: Chain) -> Chain:
+def _take_conversion(dtype: torch.dtype, chain: Chain) -> Chain:
     """Take a conversion to `dtype`, which all else follows."""
     readers = readers_of(chain.last)
     if val_of(chain.last).dtype is dtype or len(readers) != 1:
         return chain
-    conversions = converted(chain.last, dtype)
+    conversions = find_conversions(chain.last, dtype)
     return replace(chain, nodes=(*chain.nodes, *conversions)) if conversions else chain
 
 
-def _sum_after(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
+def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
     """Take a sum with a residual that lies as kernels read it in both directions."""
-    longer = following.sum_after(chain, dtype)
+    longer = following.take_sum(chain, dtype)
     other = longer.residual
     is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
     return longer if is_taken else chain
@@ -385,15 +385,15 @@ def _may_be_written(node: fx.Node) -> bool:
     return is_result(node) or (node.op == "placeholder" and len(node.users) == 1)
 
 
-def _activation_after(back: Sequence[fx.Node], chain: Chain) -> Chain:
+def _take_activation(back: Sequence[fx.Node], chain: Chain) -> Chain:
     """Take an activation, in a joint graph one whose gradient the first of `back` alone reads, and
     the residual's."""
     if not back:
-        return following.activation_after(chain)
+        return following.take_activation(chain)
     grad = _first(back[0])
     if chain.sum is None and grad.users.keys() != {back[0]}:
         return chain
-    return following.activation_after(chain, grad)
+    return following.take_activation(chain, grad)
 
 
 def norm_of(backward: fx.Node) -> Any:
@@ -404,7 +404,7 @@ def norm_of(backward: fx.Node) -> Any:
     return item.args[0] if is_item else None
 
 
-def converted(
+def find_conversions(
     node: fx.Node, dtype: torch.dtype, but: fx.Node | None = None
 ) -> list[fx.Node] | None:
     """Return `node` if it has a dtype, else the conversions to it; None where something else, `but`

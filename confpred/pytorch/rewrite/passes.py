@@ -95,7 +95,7 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
             raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
 
 
-def foreign_operator(gm: fx.GraphModule) -> str:
+def find_foreign_operator(gm: fx.GraphModule) -> str:
     """Return an operator of a graph of Dynamo's that may do more than compute, such as print, or
     wait for other processes; empty if there is none."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
@@ -109,7 +109,7 @@ def foreign_operator(gm: fx.GraphModule) -> str:
     return ""
 
 
-def views_of_any_layout(graph: fx.Graph) -> None:
+def let_views_copy(graph: fx.Graph) -> None:
     """Let views copy where tensors lie in memory otherwise than fake ones did at the capture, such
     as results of a library's convolution in bfloat16, channels last, on a CPU."""
     for node in graph.nodes:
@@ -117,7 +117,7 @@ def views_of_any_layout(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
-def gradients_of_silu(graph: fx.Graph) -> None:
+def join_silu_gradients(graph: fx.Graph) -> None:
     """Let one operator compute the gradient of SiLU, which up to PyTorch 2.9 is in a graph as
     ``grad * (s * (x * (1 - s) + 1))`` with ``s = sigmoid(x)``."""
 
@@ -182,7 +182,7 @@ def is_alike(a: Any, b: Any) -> bool:
     )  # fmt: skip
 
 
-def batch_norms_as_eager(graph: fx.Graph) -> None:
+def restore_eager_batch_norms(graph: fx.Graph) -> None:
     """Let batch norms of training be computed by the library that eager mode would take.
 
     A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
@@ -229,11 +229,11 @@ def update_in_place(graph: fx.Graph) -> None:
             graph.erase_node(write)
             graph.erase_node(value)
             counts.append(home)
-    ours = torch.ops.confpred
+    confpred = torch.ops.confpred
     # The place of the first new statistic among results, and of the first old one among arguments.
     for functional, in_place, result, argument in (
         (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
-        (ours.batch_norm.default, ours.batch_norm_.default, 3, 4),
+        (confpred.batch_norm.default, confpred.batch_norm_.default, 3, 4),
     ):
         for node in graph.find_nodes(op="call_function", target=functional):
             _update_one(node, in_place, result, argument)
@@ -325,7 +325,7 @@ def _update_one(norm: fx.Node, in_place: Any, result: int, argument: int) -> Non
     new.meta["val"] = new.meta["val"][:result]
 
 
-def frozen(
+def freeze(
     gm: fx.GraphModule,
     static: Sequence[int],
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],

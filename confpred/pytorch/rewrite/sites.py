@@ -51,7 +51,7 @@ class Site:
     sizes: tuple[Any, ...] = ()
 
     @property
-    def is_ours(self) -> bool:
+    def is_lowered(self) -> bool:
         """Whether a confpred kernel, or a chosen plan of a library, computes it."""
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
@@ -122,7 +122,7 @@ def _hint(site: Site) -> Assignment | None:
     """Return what is to run for the sizes of the capture."""
     if site.problem is None:
         return None
-    candidate = site.choice.candidate if site.choice and site.is_ours else PYTORCH_OPERATOR
+    candidate = site.choice.candidate if site.choice and site.is_lowered else PYTORCH_OPERATOR
     return Assignment(site.problem, candidate)
 
 

@@ -20,13 +20,13 @@ aten = torch.ops.aten
 confpred = torch.ops.confpred
 
 
-def serve_convolutions(
+def lower_convolutions(
     graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, compiled: bool = False
 ) -> list[sites.Site]:
     """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
     return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
     Inductor computes the rest."""
-    layers = causal.serve(graph, choose, wishes, fuses=False)
+    layers = causal.lower_convolutions(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -55,7 +55,7 @@ def serve_convolutions(
 def _replace_convolution(
     node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes, compiled: bool
 ) -> None:
-    if not any(site.is_ours for site in own):
+    if not any(site.is_lowered for site in own):
         return
     if compiled and node.target is sites.CONVOLUTION_BACKWARD:
         _sum_apart(node, own)
@@ -72,7 +72,7 @@ def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
     operator's would be PyTorch's, which is several times as slow as Inductor's."""
     mask: Any = node.args[10]
     summing = [s for s in own if sites.is_convolution(s.problem) and s.problem.bias]
-    if not mask[2] or any(site.is_ours for site in summing):
+    if not mask[2] or any(site.is_lowered for site in summing):
         return
     node.args = (*node.args[:10], [*mask[:2], False])
     for site in summing:

@@ -38,30 +38,30 @@ _predictors: dict[str, Predictor] = {}
 #: Called with every choice that is made, by who watches.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
 #: Answers for the sizes of a call: choices, launches and how a call is to run.
-_kept: dict[Hashable, Any] = {}
-_MOST_KEPT = 65_536
+_cache: dict[Hashable, Any] = {}
+_MOST_CACHED = 65_536
 
 
-def kept(key: Hashable, find: Callable[[], T]) -> T:
+def cached(key: Hashable, find: Callable[[], T]) -> T:
     """Return what `find` finds for `key`, found once until `forget` is called."""
     try:
-        answer: T = _kept[key]
+        answer: T = _cache[key]
     except KeyError:
         answer = find()
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = answer
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        _cache[key] = answer
     return answer
 
 
-def is_kept_as_none(key: Hashable) -> bool:
+def is_cached_as_none(key: Hashable) -> bool:
     """Return whether nothing was found for `key`."""
-    return _kept.get(key, key) is None
+    return _cache.get(key, key) is None
 
 
 def forget() -> None:
     """Choose again for every shape of eager calls; kernels stay loaded."""
-    _kept.clear()
+    _cache.clear()
 
 
 os.register_at_fork(after_in_child=forget)
@@ -69,7 +69,7 @@ os.register_at_fork(after_in_child=forget)
 
 def warn_once(message: str) -> None:
     """Log a warning, once until `forget` is called."""
-    kept(("warned", message), lambda: log.warning(message))
+    cached(("warned", message), lambda: log.warning(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ def why_pytorch(choice: Choice) -> str | None:
     return None
 
 
-def is_ours(choice: Choice) -> bool:
+def runs_kernel(choice: Choice) -> bool:
     """Return whether a confpred kernel, or a library's plan that was chosen, is to run."""
     reason = why_pytorch(choice)
     if reason is None:

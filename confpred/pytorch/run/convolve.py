@@ -25,7 +25,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.run import library, loading
-from confpred.pytorch.run.choosing import ANY, Wishes, kept
+from confpred.pytorch.run.choosing import ANY, Wishes, cached
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import (
     DTYPES,
@@ -195,7 +195,7 @@ def forward(
     _, padding, _, groups = call.geometry
     is_plain = residual is None and not call.output_padding
     if is_plain and library.takes_pixels(x, weight, padding, groups):
-        return library.of_pixels(x, weight, bias, call.activation)
+        return library.multiply_pixels(x, weight, bias, call.activation)
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if call.cut or not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
@@ -310,7 +310,7 @@ def _find(
         launch = ready or FusedOperator.of(problem)
         return launch if launch is None or isinstance(layer, Problem) else OnImages(launch, layer)
 
-    return kept(key, find)
+    return cached(key, find)
 
 
 def _result_shape(layer: Problem | ConvNd) -> tuple[int, ...]:

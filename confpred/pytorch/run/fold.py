@@ -32,7 +32,7 @@ Tensors = Sequence["Tensor | None"]
 Parts = tuple["Tensor | None", "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None"]
 
 
-class _Layer(ctypes.Structure):
+class _FoldLayer(ctypes.Structure):
     """``Layer`` of ``kernels/fold.cu``."""
 
     _fields_ = (
@@ -45,8 +45,8 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Layers(ctypes.Structure):
-    _fields_ = (("layer", _Layer * LAYERS),)
+class _FoldLayers(ctypes.Structure):
+    _fields_ = (("layer", _FoldLayer * LAYERS),)
 
 
 def fold(
@@ -131,7 +131,7 @@ def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:
 
 
 def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]) -> None:
-    argument, blocks = _Layers(), 1
+    argument, blocks = _FoldLayers(), 1
     for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
         layer = argument.layer[i]
         layer.gamma, layer.beta = _address(gamma), _address(beta)

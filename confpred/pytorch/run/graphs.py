@@ -47,7 +47,7 @@ _recording_streams: dict[int, torch.cuda.Stream] = {}
 
 
 @dataclass(eq=False)
-class Memory:
+class GraphMemory:
     """A pool of GPU memory that one replay at a time writes to.
 
     Attributes:
@@ -102,10 +102,10 @@ class SavedTensors:
 
 
 @cache
-def memory_of_inference(device: int) -> Memory:
+def memory_of_inference(device: int) -> GraphMemory:
     """Return the memory that all inference passes of a CUDA device share: nothing in it outlives a
     replay."""
-    return Memory()
+    return GraphMemory()
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class Recording:
         """Return the places of inputs that are no longer where the graph reads them."""
         return {i for i, address in self.addresses.items() if inputs[i].data_ptr() != address}
 
-    def replay(self, inputs: list[Any], memory: Memory, device: int) -> list[Any]:
+    def replay(self, inputs: list[Any], memory: GraphMemory, device: int) -> list[Any]:
         """Replay the graph on the current stream with these inputs, which are freed, and return its
         results."""
         stream = torch.cuda.current_stream(device)
@@ -184,10 +184,10 @@ class Recording:
         return results
 
 
-def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
+def make_replayable(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
     those of `Graphed`."""
-    reason = why_not(gm)
+    reason = why_no_graph(gm)
     if reason is None and set(arguments["written"]) - set(arguments["static"]):
         reason = "it writes to an input that is no parameter or buffer"
     if reason is not None:
@@ -197,7 +197,7 @@ def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> R
     return Graphed(plain, kind=kind, **arguments)
 
 
-def why_not(gm: fx.GraphModule) -> str | None:
+def why_no_graph(gm: fx.GraphModule) -> str | None:
     """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
@@ -240,7 +240,7 @@ class Graphed:
     """
 
     def __init__(
-        self, plain: Run, *, memory: Memory, device: int, static: Sequence[int],
+        self, plain: Run, *, memory: GraphMemory, device: int, static: Sequence[int],
         written: Sequence[int], visible: int | None, kind: str, reasons: set[str],
     ) -> None:  # fmt: skip
         self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself

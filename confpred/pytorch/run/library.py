@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 _VECTOR = 8  # channels in 16 bytes: with others cuBLAS is slower than a convolution and a pass
 
 
-def fuses(p: Problem) -> bool:
+def is_one_operator(p: Problem) -> bool:
     """Return whether one operator computes `p`: it has a bias, is dense and in half precision, and
     ends in ReLU, or has one pixel in its filter and nothing but the bias behind it."""
     if p.direction != "fprop" or p.groups != 1 or not p.bias or p.dtype == "float32":
@@ -44,7 +44,7 @@ def takes_pixels(x: Tensor, weight: Tensor, padding: Sequence[int], groups: int)
     return is_pixel and groups == 1 and x.dtype in HALF and not _refuses_products()
 
 
-def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def multiply_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Return ``activation(convolution(x, weight, bias))`` for shapes (N, C, 1, ...) and
     (K, C, 1, ...)."""
     rows, columns = x.reshape(x.shape[:2]), weight.reshape(weight.shape[:2]).t()
@@ -58,7 +58,7 @@ def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
 
 
 class FusedOperator:
-    """One operator of PyTorch's for a problem that `fuses`."""
+    """One operator of PyTorch's for a problem that `is_one_operator`."""
 
     def __init__(self, problem: Problem) -> None:
         self.assignment = Assignment(problem)
@@ -66,7 +66,7 @@ class FusedOperator:
     @staticmethod
     def of(problem: Problem) -> FusedOperator | None:
         """Return the operator of `problem` under PyTorch's switches; None where there is none."""
-        if not fuses(problem) or not torch.backends.cudnn.enabled:
+        if not is_one_operator(problem) or not torch.backends.cudnn.enabled:
             return None
         refused = problem.activation == "none" and _refuses_products()
         return None if refused else FusedOperator(problem)

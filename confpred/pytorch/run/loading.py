@@ -23,7 +23,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import ZEROED
 from confpred.problem.record import Record
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import ANY, Wishes, is_ours, kept, limits_for, warn_once
+from confpred.pytorch.run.choosing import ANY, Wishes, cached, limits_for, runs_kernel, warn_once
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -160,7 +160,7 @@ def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
 def choose_and_load(problem: Record, ordinal: int, wishes: Wishes = ANY) -> ReadyLaunch | None:
     """Return the launch that is chosen for `problem` now; None for PyTorch's operator."""
     choice = choosing.choose(problem, ordinal, wishes)
-    if choice is None or not is_ours(choice):
+    if choice is None or not runs_kernel(choice):
         return None
     return load(Assignment.of(choice), ordinal, wishes.limits)
 
@@ -181,13 +181,13 @@ def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> Re
         with torch.cuda.device(ordinal):
             return _first_that_loads(assignment, ordinal, limits)
 
-    return kept(("launch", assignment, ordinal, limits), find)
+    return cached(("launch", assignment, ordinal, limits), find)
 
 
 def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
     """Return whether `load` was asked for `choice` and found no launch."""
     limits = limits_for(choice.problem, limits)
-    return choosing.is_kept_as_none(("launch", Assignment.of(choice), ordinal, limits))
+    return choosing.is_cached_as_none(("launch", Assignment.of(choice), ordinal, limits))
 
 
 def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
@@ -231,8 +231,8 @@ def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[A
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
     """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; one
     that cannot be had is left to the call that needs it."""
-    ours = [Assignment.of(choice) for choice in choices if is_ours(choice)]
-    for assignment in ours:
+    assignments = [Assignment.of(choice) for choice in choices if runs_kernel(choice)]
+    for assignment in assignments:
         compile_soon(assignment.launch, ordinal)
-    for assignment in ours:
+    for assignment in assignments:
         load(assignment, ordinal, limits)

@@ -25,7 +25,7 @@ from confpred.problem.activation import activated, argument_grad
 from confpred.problem.norm import BatchNorm
 from confpred.problem.norm_of_groups import AFFINE, Norm
 from confpred.pytorch.run import loading
-from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.choosing import cached
 from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def _launch(
     if any(t.dtype is not d or not t.is_contiguous() or t.device != x.device for t, d in vectors):
         return p, None, []
     ordinal = x.get_device()
-    ready = kept(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
+    ready = cached(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
     return p, ready, [None if t is None else _dense(p, t) for t in images]
 
 
@@ -210,7 +210,7 @@ def group_forward(
         out, *statistics = ready.run(*images, weight, bias, *numbers)
         out = out.view(x.shape)
     else:
-        out, *statistics = _normalised(p, x, weight, bias, eps)
+        out, *statistics = _normalise(p, x, weight, bias, eps)
         out = activated(p.activation, out if residual is None else out + residual)
         out, statistics = _dense(p, out.to(x.dtype)), [t.float() for t in statistics]
     return out, *([] if p.centred else [mean]), *statistics  # type: ignore[return-value]
@@ -252,7 +252,7 @@ def group_backward(
     return _dense(p, in_grad.view(x.shape).to(x.dtype)), *others, residual_grad
 
 
-def _normalised(
+def _normalise(
     p: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     """Return the normalised tensor and its statistics by PyTorch's operators, of any sizes."""

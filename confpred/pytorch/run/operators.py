@@ -36,18 +36,18 @@ def _conv2d(
 ) -> Tensor:  # fmt: skip
     parsed = Call.read(call)
     if scale is None or bias is None:
-        return _as_promised(x, convolve.forward(x, weight, bias, residual, parsed))
-    out = _as_promised(x, torch.convolution(x, weight, None, *parsed.arguments))
+        return _lay_as_promised(x, convolve.forward(x, weight, bias, residual, parsed))
+    out = _lay_as_promised(x, torch.convolution(x, weight, None, *parsed.arguments))
     return pointwise.scale_shift(out, scale, bias, residual, parsed.activation, in_place=True)
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     call = Call.read(others[-1])
     out = torch.convolution(x, weight, None, *call.arguments)
-    return _as_promised(x, out[..., : out.shape[-1] - call.cut] if call.cut else out)
+    return _lay_as_promised(x, out[..., : out.shape[-1] - call.cut] if call.cut else out)
 
 
-def _as_promised(x: Tensor, out: Tensor) -> Tensor:
+def _lay_as_promised(x: Tensor, out: Tensor) -> Tensor:
     """Return the result for input `x` in the layout that the graph was told: as PyTorch's operator
     returns images; lines and volumes have that of `x`."""
     return out if x.dim() == 4 else dense(out, layout_of(x))

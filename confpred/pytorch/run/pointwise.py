@@ -17,7 +17,7 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.launch.kernels import Enqueue, bound
 from confpred.problem.activation import ACTIVATIONS, activated
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.choosing import cached
 from confpred.pytorch.run.loading import (
     ALIGNMENT,
     DTYPES,
@@ -130,7 +130,7 @@ def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
         return None
 
     with torch.cuda.device(ordinal):
-        enqueue = kept(("pointwise", kernel, rows, channels, ordinal), bind)
+        enqueue = cached(("pointwise", kernel, rows, channels, ordinal), bind)
         if enqueue is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]

@@ -45,7 +45,7 @@ _STEPS_MS, _FIRST_STEPS = 20.0, 3
 UNTIMED = "confpred's choices are kept untimed, as "
 
 
-def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
+def choose_fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
     """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement; a
     pinned choice is taken as it is, and so is the prediction where nothing can be measured."""
     predicted = choosing.choose(problem, ordinal, wishes)
@@ -55,9 +55,9 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
     # A measurement needs no trust in the model of another device.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
-    ours = [c for c in own if choosing.is_ours(c)][:top]
+    candidates = [c for c in own if choosing.runs_kernel(c)][:top]
     try:
-        winner = _measured(ours, predicted, ordinal, wishes)
+        winner = _measure(candidates, predicted, ordinal, wishes)
     except (RuntimeError, ConfpredError) as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
@@ -65,14 +65,14 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     return winner
 
 
-def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishes) -> Choice:
+def _measure(candidates: list[Choice], predicted: Choice, ordinal: int, wishes: Wishes) -> Choice:
     problem: Any = predicted.problem
-    compile_ahead(ours, ordinal, wishes.limits)
+    compile_ahead(candidates, ordinal, wishes.limits)
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
         inputs = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
-        for choice in ours:
+        for choice in candidates:
             ready = load(Assignment.of(choice), ordinal, wishes.limits)
             if ready is not None:
                 launched = replace(choice, candidate=ready.assignment.candidate)
@@ -83,7 +83,7 @@ def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishe
             calls[own] = partial(library_call(CONVOLUTION, problem, ordinal), tensors)
         else:
             calls[own] = partial(fused.run, *inputs)
-        times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
+        times = dict(zip(calls, time_in_turns(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
     return replace(
@@ -104,7 +104,7 @@ def _elapsed_ms(call: Callable[[], Any], launches: int) -> float:
     return float(start.elapsed_time(end)) / launches
 
 
-def interleaved(
+def time_in_turns(
     calls: Sequence[Callable[[], Any]],
     elapsed_ms: Callable[[Callable[[], Any], int], float] = _elapsed_ms,
     round_ms: float = _ROUND_MS,
@@ -137,11 +137,11 @@ class Rivals:
     confpred_capture: Any  # what `confpred.status` knows of it
 
     def __init__(
-        self, ours: Callable[..., Any], others: Callable[..., Any], written: Sequence[int],
-        decided: Callable[[bool, str], None],
+        self, chosen: Callable[..., Any], plain: Callable[..., Any], written: Sequence[int],
+        on_decision: Callable[[bool, str], None],
     ) -> None:  # fmt: skip
-        self._kept, self._written, self._lock = ours, written, threading.Lock()
-        self._open: Any = others, decided  # until the first call has decided
+        self._kept, self._written, self._lock = chosen, written, threading.Lock()
+        self._open: Any = plain, on_decision  # until the first call has decided
 
     def __call__(self, *inputs: Any) -> Any:
         if self._open is not None:
@@ -151,20 +151,20 @@ class Rivals:
         return self._kept(*inputs)
 
     def _decide(self, inputs: Sequence[Any]) -> None:
-        (others, decided), is_ours, why = self._open, True, ""
+        (plain, on_decision), is_kept, why = self._open, True, ""
         try:
             why = _why_untimed(inputs, [inputs[i] for i in self._written])
             if not why:
-                ms = _steps_ms((self._kept, others), inputs, self._written)
-                is_ours = ms[0] <= ms[1]
-                kept = "confpred's choices" if is_ours else "PyTorch's operators"
+                ms = _steps_ms((self._kept, plain), inputs, self._written)
+                is_kept = ms[0] <= ms[1]
+                kept = "confpred's choices" if is_kept else "PyTorch's operators"
                 both = "{:.3f} ms a step with confpred's choices, {:.3f} ms without".format(*ms)
                 text = f"{kept} are kept: {both}"
         except Exception as error:  # short of memory, say; the program's own error comes again
             why = first_line(error)
-        self._kept, self._open = self._kept if is_ours else others, None
-        decided(is_ours, UNTIMED + why if why else text)
-        del others, decided
+        self._kept, self._open = self._kept if is_kept else plain, None
+        on_decision(is_kept, UNTIMED + why if why else text)
+        del plain, on_decision
         gc.collect()  # which frees the CUDA graphs of the one that was slower
 
 
@@ -217,7 +217,7 @@ def _steps_ms(
             calls = [partial(step, run) for run in runs]
             for call in calls * _FIRST_STEPS:
                 elapsed_ms(call, 1)
-            return interleaved(calls, elapsed_ms, _STEPS_MS)
+            return time_in_turns(calls, elapsed_ms, _STEPS_MS)
         finally:
             with torch.no_grad():
                 for x, then in former:

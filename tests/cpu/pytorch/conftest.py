@@ -90,7 +90,7 @@ class Captured:
         self.options.append(options)
         return self.choose
 
-    def graphed(self, gm: fx.GraphModule, plain: Any, *, kind: str, **told: Any) -> Any:
+    def make_replayable(self, gm: fx.GraphModule, plain: Any, *, kind: str, **told: Any) -> Any:
         self.passes.append(Pass(kind, gm, told))
         return plain
 
@@ -106,7 +106,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     seen = Captured()
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
-    monkeypatch.setattr(backend, "graphed", seen.graphed)  # CUDA graphs need a GPU
+    monkeypatch.setattr(backend, "make_replayable", seen.make_replayable)  # CUDA graphs need a GPU
     return seen
 
 

@@ -91,7 +91,7 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
     def fastest(problem, ordinal, top, wishes) -> None:
         seen.append(torch.ones(3).data_ptr())
 
-    monkeypatch.setattr(backend.verify, "fastest", fastest)  # there is no GPU to time on
+    monkeypatch.setattr(backend.verify, "choose_fastest", fastest)  # there is no GPU to time on
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     model = made(BLOCKS["functional"]()).train(training)
     told = {"graphs": False, "verify": 3}
@@ -103,12 +103,12 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 
 #: Passes that rewrite graphs: the module, the function and whether only Inductor's way has it.
 PASSES = [
-    ("layouts", "to_channels_last", False), ("passes", "views_of_any_layout", False),
+    ("layouts", "to_channels_last", False), ("passes", "let_views_copy", False),
     ("passes", "drop_copies", False), ("fusing", "fuse", False),
-    ("training", "serve_convolutions", False), ("normalising", "serve_norms", False),
-    ("passes", "batch_norms_as_eager", False),
+    ("training", "lower_convolutions", False), ("normalising", "lower_norms", False),
+    ("passes", "restore_eager_batch_norms", False),
     ("passes", "convert_together", False), ("passes", "update_in_place", False),
-    ("inductor", "decomposed", True), ("inductor", "compiled", True),
+    ("inductor", "decompose", True), ("inductor", "compile_pass", True),
 ]  # fmt: skip
 
 
