@@ -75,9 +75,9 @@ class Submission:
 
 
 def check_address(url: str, *, open_to_all: bool = False) -> httpx.URL:
-    """Return the address of a service, read. Without TLS it is on this machine: a token could be
-    read on its way, and a model changed, so that only ``$CONFPRED_PLAIN_HTTP`` allows it; or where
-    what is asked is `open_to_all`.
+    """Return the parsed address of a service. Other machines need TLS, without which a token could
+    be read on its way, and a model changed; ``$CONFPRED_PLAIN_HTTP``, or data that are
+    `open_to_all`, allow plain HTTP.
 
     Raises:
         InvalidInput: it is no such address.
@@ -108,7 +108,7 @@ class Kept:
         return choices if clock() < until else None
 
     def put(self, identity: str | None, answers: Mapping[Asked, Choices]) -> None:
-        """Keep what the model of that identity has answered, and nothing of another model."""
+        """Keep the answers of the model with this `identity`, and drop those of another model."""
         if identity is not None and identity != self._identity:
             self._identity = identity
             self._recent = Recent(self._least)
@@ -123,11 +123,11 @@ def choices_of(
 ) -> list[tuple[Choice, ...]]:
     """Return the choices in a reply to ``/v1/predict``, best first, one tuple a problem.
 
-    Each config is looked up by what it spells out and has to be legal, as the tables and rules of
-    the service may be others than those of this process, which is to launch it.
+    Each config is looked up by its fields and has to be legal here: this process launches it, and
+    the service may have other tables and rules.
 
     Raises:
-        ValueError: the reply is not one to this question, or names what is not there or not legal.
+        ValueError: the reply is to another request, or names a config that is unknown or not legal.
     """
     answers = json.loads(reply.body)["choices"]
     if len(answers) != len(problems):
@@ -231,7 +231,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def unavailable_error(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
-    """Return the error of a call whose last attempt ended by `reply`, or by a failure in words."""
+    """Return the error of a call whose last attempt ended with `reply`, or a failure in words."""
     if isinstance(reply, str):
         return ServiceUnavailable(f"no reply: {reply}", None, request_id)
     later = f", and asks to wait {asked_s:g} s" if asked_s else ""

@@ -57,8 +57,8 @@ PARQUET = "application/vnd.apache.parquet"
 _TOO_SLOW = "the reply is too slow"
 #: Seconds in which a connection has to be made: a host that is down does not reply at all.
 CONNECT_S = 1.0
-#: The server, or a proxy before it, has not worked on the request. Questions change nothing, so
-#: that one whose connection broke may be asked again too.
+#: Statuses of requests that the server, or a proxy before it, has not worked on. All requests are
+#: safe to repeat, also after a broken connection.
 REPEATED = frozenset({429, 502, 503, 504})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 #: Attempts that have to fail in a row to open the circuit.
@@ -119,7 +119,7 @@ class Circuit:
             self._trial = None
 
     def failed(self, retry_after_s: float) -> None:
-        """Count a failed attempt; the server asked for `retry_after_s` seconds of peace, or 0."""
+        """Count a failed attempt; the server asks to wait `retry_after_s` seconds, or 0."""
         with uninterrupted, self._lock:
             self._failures += 1
             if self._failures < FAILURES and not self._openings:
@@ -130,7 +130,7 @@ class Circuit:
             self._until = clock() + wait
 
     def ended(self, call: object) -> None:
-        """Let another call be the trial if `call`, which is over, was."""
+        """End `call`: if it was the trial, another call may be."""
         with uninterrupted, self._lock:
             if self._trial is call:
                 self._trial = None
@@ -171,8 +171,8 @@ class _Questions(ABC, Generic[Http]):
             retries: further attempts where the connection fails or the service is too busy.
             max_batch: most problems in one request; a service that takes fewer is asked for fewer.
             kept: how many answers are kept, or up to twice as many; 0 keeps none.
-            kept_s: for how many seconds. A new model of the service empties them when its first
-                answer arrives; until then, old ones may be given for so long.
+            kept_s: for how many seconds. The first answer of a new model of the service drops the
+                kept ones; until then, old ones may be returned for so long.
             fallback: predictor that answers when the service cannot be reached within `timeout_s`;
                 without it that is an error. The choices it makes have no `Choice.server`.
 
@@ -270,8 +270,8 @@ class _Questions(ABC, Generic[Http]):
     async def _ask(
         self, problems: Iterable[Record], device: str | Device, top: int, trace: Trace | None
     ) -> list[Choices]:
-        """Return the best `top` choices of each problem: those that are kept, and the service's
-        for the others, each of which is sent once."""
+        """Return the best `top` choices of each problem: cached ones, and the service's for the
+        others. Equal problems are sent once."""
         target, top = get_device(device), check_top(top)
         asked: list[Asked] = []
         for problem in problems:
@@ -314,7 +314,7 @@ class _Questions(ABC, Generic[Http]):
         """Return what `read` finds in `reply`, which has the `status` of success.
 
         Raises:
-            InvalidInput, ServiceError: the service refused; or its reply makes no sense.
+            InvalidInput, ServiceError: the service refused, or its response is unexpected.
         """
         if reply.status != status:
             raise answers.error_of(reply, call.id)
@@ -322,7 +322,7 @@ class _Questions(ABC, Generic[Http]):
             with uninterrupted:  # the first one imports all families
                 return read(reply)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            message = f"{self.url} replies what makes no sense here: {error!r}"
+            message = f"unexpected response from {self.url}: {error!r}"
             raise ServiceError(message, reply.status, call.id) from error
 
     def _call(self, trace: Trace | None) -> _ApiCall:
@@ -342,7 +342,7 @@ class _Questions(ABC, Generic[Http]):
         """
         circuit = self._circuit.get()
         if not circuit.admit(call):
-            message = "the service has not answered lately and is left alone for some seconds"
+            message = "recent requests failed, so the service is not asked for some seconds"
             raise ServiceUnavailable(message, None, call.id)
         attempt = 0
         try:
@@ -376,7 +376,7 @@ class _Questions(ABC, Generic[Http]):
         if self._fallback is None:
             raise error
         if not self._is_away:
-            log.warning("%s: %s; this process chooses until it answers", self.url, error)
+            log.warning("%s: %s; choosing in this process meanwhile", self.url, error)
         self._is_away = True
         return self._fallback
 
@@ -389,7 +389,7 @@ class _Questions(ABC, Generic[Http]):
 def _make_blocking(
     call: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Given], Result]:
-    """Return `call` as a method of `Client`, where it never suspends."""
+    """Return `call` as a method of `Client`, whose coroutines never suspend."""
 
     @wraps(call)
     def run(self: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -405,14 +405,14 @@ def _make_blocking(
 
 
 class Client(_Questions[httpx.Client]):
-    """Client for threads: asks the service as one asks a `confpred.Predictor`.
+    """Client for threads, with the methods of a `confpred.Predictor`.
 
-    Connections are kept and shared by threads; a forked child makes its own. Where nothing else is
-    said, a method raises:
+    Connections are kept and shared by threads; a forked child makes its own. Unless its docstring
+    says otherwise, a method raises:
 
         InvalidInput, UnknownDevice: as the predictor does.
         ServiceUnavailable: no answer within `timeout_s`, and there is no `fallback`.
-        ServiceError: the service refused, or its reply makes no sense.
+        ServiceError: the service refused, or its response is unexpected.
     """
 
     _connections = httpx.Client

@@ -1,8 +1,8 @@
-"""A predictor that asks the service and holds nobody up: what ``CONFPRED_URL`` turns on.
+"""A predictor that asks the service and delays no program for long; ``CONFPRED_URL`` turns it on.
 
-The first to ask about a layer waits for the service, but no longer than the patience. Then the
-model of this process answers, and the service's answer is kept for the next who asks. While the
-service does not answer in time, nobody waits for it at all; it is still asked in the background.
+The first request about a layer waits for the service, up to ``CONFPRED_URL_WAIT_MS``. Then the
+model of this process answers, and the service's answer is cached for the next request. While the
+service is late, no request waits for it; it is still asked in the background.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class _Background:
 
 
 class ServedPredictor(Predictor):
-    """Predictor that chooses what the service chooses, where it answers in time.
+    """Predictor that returns the service's choices where they arrive in time.
 
     Safe to share between threads, and to fork. A choice of this process has no `Choice.server`.
     Expected times (`expected_ms`) are always of its own model, and so are choices `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
-        """Ask `client`, and for longer than `patience_s` seconds, or while it fails, `models`."""
+        """Ask `client`; `models` answer while it fails, or takes more than `patience_s` seconds."""
         super().__init__(models)
         self._client, self._patience_s = client, patience_s
         self._best_cache: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
@@ -93,11 +93,11 @@ class ServedPredictor(Predictor):
         return self._cache(top).get((problem, device, top)) or super()._answer(problem, device, top)
 
     def _cache(self, top: int) -> Recent[_Asked, _Choices]:
-        """Return the answers of the service."""
+        """Return the cache of the service's answers with `top` choices."""
         return self._best_cache if top == 1 else self._ranking_cache
 
     def _wait_for(self, problems: Sequence[Record], device: Device, top: int) -> None:
-        """Have the service asked for what it has not answered, and wait while there is patience."""
+        """Ask the service for problems without an answer, and wait for the patience at most."""
         background = self._background.get()
         missing = [
             problem
@@ -117,7 +117,7 @@ class ServedPredictor(Predictor):
                 self._lose_patience(f"no answer within {self._patience_s * 1e3:g} ms")
 
     def _ask(self, problems: Sequence[Record], device: Device, top: int) -> None:
-        """Ask the service, in a thread, and keep what it says."""
+        """Ask the service, in a thread, and cache its answers."""
         try:
             answers: list[_Choices]
             if top == 1:
@@ -133,5 +133,5 @@ class ServedPredictor(Predictor):
 
     def _lose_patience(self, reason: str) -> None:
         if self._answers_in_time:
-            log.warning("%s: %s; this process chooses until it answers", self._client.url, reason)
+            log.warning("%s: %s; choosing in this process meanwhile", self._client.url, reason)
         self._answers_in_time = False

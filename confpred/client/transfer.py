@@ -79,7 +79,7 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
         digest: SHA-256 of the model's card.
         device: key of the device that the model has to be for.
         models: folder of model folders.
-        signers: file of those one of whom has to have signed the card; None for anybody.
+        signers: file of signers, one of whom must have signed the card; None accepts any card.
 
     Returns:
         The folder of the model, which may have been there.
@@ -129,7 +129,7 @@ def _check_card(card: Card, device: str) -> None:
 
 
 def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
-    """Fetch what `file` lacks of a file with this SHA-256."""
+    """Fetch the bytes that `file` lacks of a file with this SHA-256."""
     if file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
         return
     part = file.with_name(f"{file.name}.part")
@@ -157,8 +157,8 @@ def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
 
 
 def fetch_rows(url: str, folder: Path) -> None:
-    """Fetch the rows of all uploads that a service has admitted, a file each; without those that
-    are taken back meanwhile.
+    """Fetch the rows of all uploads that a service has admitted, a file each; uploads that are
+    taken back meanwhile are skipped.
 
     Raises:
         ServiceError: the service does not answer, or takes no measurements.
@@ -177,8 +177,8 @@ def fetch_rows(url: str, folder: Path) -> None:
 @contextmanager
 def submitting(url: str, folder: Folder) -> Iterator[None]:
     """Send the shards of a sampler's `folder` to the service at `url` while the block runs, and
-    those that are left at its end, control configs first. A service that refuses stops nobody: the
-    same command sends what is left later."""
+    the remaining ones at its end, control configs first. A refusal is logged and stops nothing; the
+    same command sends the remaining shards later."""
     done = threading.Event()
     with Client(url, token=os.environ.get(TOKEN) or None, timeout_s=_UPLOAD_S) as client:
 

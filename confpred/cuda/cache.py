@@ -110,7 +110,7 @@ def _private(folder: Path) -> bool:
     return safe
 
 
-# Eviction: the entries that were not used for longest go first. No process keeps an index. A use
+# Eviction removes the least recently used entries first. No process keeps an index. A use
 # sets an entry's time of change, and a *sweep* lists the folder and removes the oldest entries. Any
 # number of processes may sweep at once: they remove the same ones. An entry under its temporary
 # name is being written, and is left alone until nobody can be writing it.
@@ -118,14 +118,14 @@ def _private(folder: Path) -> bool:
 #: MiB; the kernels of a network take a few.
 DEFAULT_MIB = 1024
 _VARIABLE = "CONFPRED_CACHE_MIB"
-#: A sweep leaves room, so that it is not the next kernel that needs one.
+#: Part of the allowed bytes that a sweep leaves, so that the next kernel does not need another.
 _KEPT = 7 / 8
-#: A process looks again when it has added this part of what is allowed.
+#: A process sweeps again when it has added this part of the allowed bytes.
 _LOOK_AGAIN = 1 / 16
 _ABANDONED_S = 3600.0
 _ENTRY = re.compile(r"[0-9a-f]+\.cubin")
 _TEMPORARY = re.compile(r"\.[0-9a-f]+\.cubin\..+\.tmp")
-#: Bytes that this process has added to each folder since it last looked.
+#: Bytes that this process has added to each folder since its last sweep.
 _added: dict[Path, int] = {}
 
 
@@ -151,7 +151,7 @@ def note_use(path: Path) -> None:
 
 def note_addition(folder: Path, size: int, most: int) -> None:
     """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
-    made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
+    made it larger than `most` bytes. Each process may add a sixteenth of them before it sweeps."""
     together = _added.get(folder, most) + size
     if together <= most * _LOOK_AGAIN:
         _added[folder] = together
@@ -161,8 +161,7 @@ def note_addition(folder: Path, size: int, most: int) -> None:
 
 
 def sweep(folder: Path, most: int) -> None:
-    """Remove the entries in `folder` that were not used for longest, if all have more than `most`
-    bytes."""
+    """Remove the least recently used entries of `folder`, if all have more than `most` bytes."""
     files = sorted(_files(folder), key=lambda file: file[0])
     total = sum(size for _, size, _ in files)
     if total <= most:
@@ -181,7 +180,7 @@ def sweep(folder: Path, most: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Time of the last use (ns), size in bytes, and path of everything that a sweep may remove."""
+    """Yield time of last use (ns), size (bytes) and path of the files that a sweep may remove."""
     abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
     for part in _list_folder(folder):
         if not part.is_dir(follow_symlinks=False):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STANDARD = "c++17"
 _ACTIVATIONS = "activations.cuh"
-#: Two threads that import `cuda.core` for the first time find it half imported.
+#: Held while `cuda.core` is imported: a second thread would find it half imported.
 _importing = threading.Lock()
 
 
@@ -80,8 +80,8 @@ def program_text(spec: KernelSpec) -> str:
 
 
 def _header(spec: KernelSpec) -> str:
-    """Return the part of a program before the kernel's own text: the macros, and the activations
-    where the kernel is to have one that its text lacks."""
+    """Return the part of a program before the kernel's own text: the macros, then the activations
+    if the kernel applies one that its text does not define."""
     macros = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     activation, more = f"#define {dict(spec.defines).get('ACTIVATION')} ", file_text(_ACTIVATIONS)
     lacks = activation in more and activation not in file_text(spec.file)
@@ -187,10 +187,10 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
 #                              "confpred": "0.1.0", "sources": {"depthwise.cu": "4b5c6d7e8f901234"}}
 #     kernels/0a/0a...cubin   entries as in the user's cache (`confpred.cuda.cache`)
 #
-# The user's cache distinguishes compilers and all bytes of a source. A bundle does not: its kernels
-# are known by what their source means (`confpred.families.kernel_text.source_digest`), their macros
-# and the architecture, so that they serve a machine with another NVRTC, or with none. Nor has the
-# folder to be private to its user, who has named it; checksums are compared all the same.
+# A cache entry is for one compiler and the exact bytes of a source. A kernel of a bundle is for the
+# meaning of its source (`confpred.families.kernel_text.source_digest`), its macros and the
+# architecture, so that a machine with another NVRTC, or with none, can load it. The folder need not
+# be private to its user, who has named it; checksums are compared in both.
 
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ log = logging.getLogger(__name__)
 FORMAT = "confpred-bundle/1"
 MANIFEST, KERNELS = "manifest.json", "kernels"
 _opened: tuple[KernelBundle, ...] = ()  # the latest first
-_incomplete: set[KernelBundle] = set()  # what lacks a kernel is said once
+_incomplete: set[KernelBundle] = set()  # bundles whose first missing kernel was logged
 _lock = threading.Lock()
 
 
@@ -266,8 +266,8 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
         current = _current_digest(name)
         if current != digest:
             raise DataError(
-                f"{path} is of other kernels: the digest of {name} is {str(digest)[:8]} there, and "
-                f"{current[:8]} here; make the bundle again"
+                f"{path} was made from other sources: {name} has the digest {str(digest)[:8]} "
+                f"there, and {current[:8]} here; make the bundle again"
             )
     bundle = KernelBundle(folder.resolve(), arch)
     with uninterrupted, _lock:
@@ -276,7 +276,7 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
 
 
 def close_kernels(bundle: KernelBundle) -> None:
-    """Look there no more; kernels that are loaded stay loaded."""
+    """Stop looking for kernels in `bundle`; loaded kernels stay loaded."""
     global _opened
     with uninterrupted, _lock:
         _opened = tuple(other for other in _opened if other != bundle)
@@ -338,8 +338,8 @@ def compile_all(
 
 
 def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | bytes]:
-    """Compile `specs` for `arch`, and return the files that let a start do without the compiler, by
-    their names in a folder. It needs no GPU, and raises as `compile_all` does."""
+    """Compile `specs` for `arch`, and return the files of a bundle of them, by their names in its
+    folder. It needs no GPU, and raises as `compile_all` does."""
     compiled = compile_all(specs, arch)
     cubins = {spec: kernel.cubin for spec, kernel in compiled.items()}
     return bundle_files(cubins, arch, nvrtc_version())

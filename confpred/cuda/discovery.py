@@ -1,7 +1,7 @@
-"""The description of whichever GPU is at hand: from the table of boards, else from its driver.
+"""The description of the GPU at hand: from the table of GPU models, else from its driver.
 
-    name and multiprocessors are those of a board in the table?  ->  that board
-    the driver was asked before, and is the same?                ->  what was remembered
+    name and multiprocessors are those of a GPU model in the table?  ->  that model
+    it was measured before, with the same driver?                ->  the remembered description
     compute capability 8.0 or later                              ->  sizes from the driver; rates
                                                                      measured, and remembered
 

@@ -1,7 +1,7 @@
 """cuDNN's plans as two families, ``cudnn`` of two-dimensional layers and ``cudnn_nd`` of layers of
 any rank: which of them may serve a problem, and how they are described.
 
-They are sampled where they are asked for: ``confpred sample --family cudnn``.
+They are sampled on request alone: ``confpred sample --family cudnn``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Launch, Operation, Plan
 
-# Tiles. A plan is known to cuDNN by engine and knobs, which are numbers. How it tiles the matrix
-# product of a convolution stands in the name of its kernel, and a profiler sees threads, registers
-# and shared memory: ``tiles.csv`` has these of the plans that were seen
-# (`datasets/plan_kernels.py`). A plan that was not seen, or whose kernel has a name that says
-# nothing, is described by zeros.
+# Tiles. cuDNN names a plan by the numbers of its engine and knobs. The name of its kernel has the
+# tile of the matrix product, and a profiler reports threads, registers and shared memory:
+# ``tiles.csv`` has these of the plans that were profiled (`datasets/plan_kernels.py`). Features of
+# other plans, and of those whose kernel's name has no tile, are zeros.
 
 TILES_FILE = Path(__file__).with_name("tiles.csv")
 #: The number of a plan, and of its main kernel: rows, columns and terms of the product that a
@@ -81,7 +80,7 @@ def tiles_nd() -> dict[str, Array]:
 
 
 def describe_tiles(problem: Problem | ConvNd, device: Device, tiles: Columns, rows: Rows) -> Floats:
-    """Return what the tiles of the plans `rows` mean for `problem`, as columns ``TILE_NAMES``."""
+    """Return the features of `problem` under the tiles of plans `rows`: columns ``TILE_NAMES``."""
     tile = {name: values[rows] for name, values in tiles.items()}
     columns = np.zeros((len(rows), len(TILE_NAMES)))
     seen = tile["block_terms"] > 0

@@ -119,8 +119,8 @@ class Plans:
             return self._read_cached(key) or self._build_new(plan, key)
 
     def is_of_this_release(self, plan: Plan) -> bool:
-        """Whether `plan` is of the cuDNN that is installed; another one numbers its engines and
-        knobs as it likes, and has its own order of them."""
+        """Return whether `plan` was listed by the installed release of cuDNN; another one numbers
+        and orders engines and knobs differently."""
         return plan.version == release_text(release())
 
     def _build_new(self, plan: Plan, key: str) -> BuiltPlan:
@@ -243,8 +243,8 @@ class Graph:
     """A problem's operation graph, with the plans that cuDNN offers for it.
 
     Attributes:
-        names: what the front end calls each plan, its favourite first.
-        graph: the front end's own.
+        names: the front end's name of each plan, in the order that cuDNN prefers.
+        graph: the front end's graph.
         uids: number of each operand's tensor, by the operand's name.
     """
 
@@ -252,7 +252,7 @@ class Graph:
         """
         Args:
             problem: any.
-            where: what the front end takes for the device: a ``handle`` or a ``device_property``.
+            where: the front end's argument for the device: a ``handle`` or a ``device_property``.
 
         Raises:
             MissingExtra: see `front_end`.
@@ -341,8 +341,8 @@ _ACTIVATED: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def tensor_layout(problem: Problem | ConvNd, operand: Operand) -> tuple[list[int], list[int]]:
-    """Return sizes and strides of an operand as cuDNN counts them: N C H W or N C D H W, whatever
-    the layout. A vector is one of channels, and a line is an image of height 1."""
+    """Return sizes and strides of an operand in cuDNN's order, N C H W or N C D H W, of any layout.
+    A vector has one element a channel, and a line is an image of height 1."""
     rank, layout = getattr(problem, "rank", 2), getattr(problem, "layout", LAYOUTS[0])
     is_vector = len(operand.shape) == 1
     sizes = [*(1,) * (rank + 1), *operand.shape] if is_vector else [*operand.shape]

@@ -60,9 +60,9 @@ class PlanTable:
     """All plans.
 
     Attributes:
-        configs: release, engine and knobs of each, ``ABSENT`` where it has not the knob.
+        configs: release, engine and knobs of each, ``ABSENT`` where it lacks the knob.
         notes: each of ``NOTES`` as a mask over `configs`.
-        kinds: for each kind of problem, the mask of what cuDNN has offered for it.
+        kinds: for each kind of problem, the mask of the plans that cuDNN has offered for it.
     """
 
     configs: NDArray[np.void]
@@ -89,7 +89,7 @@ def kind_of(problem: Problem | ConvNd) -> str:
 
 
 def release_of(version: int) -> int:
-    """Return the number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
+    """Return the number of a cuDNN version in ``plans.csv``: 919 for 91900."""
     major, minor_patch = divmod(version, 10_000)
     return major * 100 + minor_patch // 100
 
@@ -144,7 +144,7 @@ def table_nd() -> PlanTable:
 
 
 def config_of(name: str) -> dict[str, int] | None:
-    """Return engine and knobs of the plan that the front end calls `name`; None for a knob that is
+    """Return engine and knobs of the plan with the front end's name `name`; None for a knob that is
     newer than this module, or a name of another form."""
     match = _NAME.fullmatch(name)
     if match is None:

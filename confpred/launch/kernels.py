@@ -40,7 +40,7 @@ def loaded(spec: KernelSpec, ordinal: int) -> driver.LoadedKernel:
     block.
 
     Raises:
-        CompileError, LaunchError, MissingExtra: it cannot be had.
+        CompileError, LaunchError, MissingExtra: it cannot be compiled or loaded.
         UnknownDevice: the device has no description.
     """
     device = driver.device_of(ordinal)
@@ -51,9 +51,9 @@ def loaded(spec: KernelSpec, ordinal: int) -> driver.LoadedKernel:
 
 
 def bound(launch: Launch, names: Sequence[str], ordinal: int) -> Enqueue:
-    """Return what enqueues the kernels of `launch` on CUDA device `ordinal`, given the addresses of
-    the operands in the order of `names`, 0 for an absent one; see `driver.bind`. Raises what
-    `loaded` does."""
+    """Return a function that enqueues the kernels of `launch` on CUDA device `ordinal`, given the
+    addresses of the operands in the order of `names`, 0 for an absent one; see `driver.bind`.
+    Raises what `loaded` does."""
     compile_soon(launch, ordinal)
     kernels = [loaded(step.kernel, ordinal) for step in launch.steps]
     return driver.bind(kernels, launch, names)

@@ -36,7 +36,7 @@ class Program:
 
     Args:
         launch: one with a program.
-        bind: from a step to what launches it.
+        bind: returns a function that launches a step.
     """
 
     def __init__(self, launch: Launch, bind: Callable[[Step], Bound]) -> None:

@@ -54,7 +54,7 @@ class Loader:
         """Return `launch`, which computes the problem, ready to run.
 
         Raises:
-            CompileError, LaunchError, MissingExtra: a kernel or a plan cannot be had.
+            CompileError, LaunchError, MissingExtra: a kernel or a plan cannot be made.
         """
         if launch.plan is not None:
             problem: Any = self._problem  # a convolution
@@ -77,8 +77,8 @@ class Loader:
         return Runner(launch, names, enqueue)
 
     def may_build_others(self, launch: Launch) -> bool:
-        """Return whether the library may build another plan than that of `launch`, which it did not
-        build: it is there, and of the release that numbers its plans so."""
+        """Return whether the library, which refused the plan of `launch`, may build another: it is
+        installed, and of the release that listed the plan."""
         return bool(
             launch.plan and self._plans is not None and self._plans.is_of_this_release(launch.plan)
         )

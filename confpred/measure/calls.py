@@ -76,8 +76,8 @@ def measure_calls(
 
 
 def compile_all(call: ExampleCall, rows: Iterable[int], begin: Callable[[], object]) -> None:
-    """Compile configs into Triton's cache, in threads that `begin` begins. A config that does not
-    compile says so when it is launched."""
+    """Compile configs into Triton's cache, in threads that each call `begin` first. A config that
+    does not compile fails when it is launched."""
 
     def compiled(row: int) -> None:
         try:
@@ -90,8 +90,8 @@ def compile_all(call: ExampleCall, rows: Iterable[int], begin: Callable[[], obje
 
 
 def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
-    """Launch each config once, on the tensors as the example made them, and compare what it changes
-    with what the first one changed that ran.
+    """Launch each config once, on the example's tensors, and compare the tensors that it changes
+    with those of the first config that ran.
 
     Returns:
         An outcome of each row, without its time.
@@ -148,8 +148,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _facts(kernel: Any) -> dict[str, Any]:
-    """Return what a compiled kernel takes; Triton's interpreter gives none. A spill is of 4
-    bytes."""
+    """Return the registers, spilled bytes (4 a spill) and shared memory of a compiled kernel; empty
+    for Triton's interpreter."""
     if kernel is None:
         return {}
     spilled = 4 * int(kernel.n_spills or 0)

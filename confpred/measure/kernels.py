@@ -53,7 +53,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A config that was found correct, but is not timed yet."""
+    """A correct config that is not timed yet."""
 
     row: int
     runner: Runner
@@ -286,7 +286,7 @@ class Arena:
 
     Attributes:
         ordinal: CUDA device.
-        cuda: the same as `cuda.core` knows it, current in this thread.
+        cuda: the `cuda.core` device, current in this thread.
         device: its description.
         stream, handle: the stream that everything runs on, and its CUDA handle.
     """
@@ -304,7 +304,7 @@ class Arena:
     def operands(
         self, operation: Operation, problem: Record, runners: Sequence[Runner]
     ) -> Operands:
-        """Random inputs, sliced so that successive slices do not fit in L2 together, and the
+        """Return random inputs, sliced so that successive slices do not fit in L2 together, and the
         workspaces that any of `runners` needs."""
         kinds = {operand.name: operand for operand in operation.operands(problem)}
         sizes = {name: _aligned(operand.bytes) for name, operand in kinds.items()}
@@ -324,8 +324,8 @@ class Arena:
     def reference(
         self, operation: Operation, problem: Record, output: Operand, operands: Operands
     ) -> int:
-        """Address of `output` in float64, for the inputs of slice 0: their values depend on the
-        problem alone, so the families of a problem share it."""
+        """Return the address of `output` in float64, for the inputs of slice 0: their values depend
+        on the problem alone, so the families of a problem share it."""
         name = f"{REFERENCE} {output.name}"
         address = self._buffer(name, 8 * output.elements, None)
         if self._computed.get(name) == problem:
@@ -351,8 +351,8 @@ class Arena:
     def compare(
         self, output: Operand, operands: Operands, reference: int, *, tf32: bool = False
     ) -> tuple[float, int]:
-        """Relative error of `output` in the 2-norm, and how many elements are outside the bound,
-        which is wider where the inputs may be rounded to TF32."""
+        """Return the relative error of `output` in the 2-norm, and how many elements are outside
+        the bound, which is wider where the inputs may be rounded to TF32."""
         relative, absolute = tolerance(output, tf32=tf32)
         error, norm, outside = self._totals(
             "compare",
@@ -388,8 +388,8 @@ class Arena:
         return host
 
     def _buffer(self, name: str, size: int, random: tuple[str, float, float] | None) -> int:
-        """Address of at least `size` bytes, grown as needed; random numbers in it if asked, of a
-        dtype, and at most a scale away from a center."""
+        """Return the address of a buffer of at least `size` bytes, which grows as needed. `random`
+        fills it with numbers of a dtype, at most a scale away from a center."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             if buffer is not None:

@@ -1,8 +1,8 @@
-"""Timing PyTorch's own operator, under the protocol that times our kernels.
+"""Timing PyTorch's operator, under the protocol that times confpred kernels.
 
-Where something follows a convolution, the one kernel of ours that the library has follow PyTorch's
-operator (`confpred.pytorch.run.pointwise`) is timed with it: that is what a user gets where
-PyTorch's operator is the answer.
+Where a residual or an activation follows a convolution, confpred's epilogue kernel
+(`confpred.pytorch.run.pointwise`) is timed with PyTorch's convolution: a user gets both where
+PyTorch's operator is chosen.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def measure_pytorch(
         seed: of the order of the timed rounds.
         mode: ``benchmark``, where PyTorch tries cuDNN's algorithms and keeps the fastest, or
             ``heuristics``, its default. On most layers they are about as fast; on some the first
-            is several times as fast, and on a few it is slower. PyTorch remembers for a whole
-            process what it found for a problem first, in whichever mode that was, so a process
+            is several times as fast, and on a few it is slower. PyTorch keeps the algorithm that
+            it chose first for a problem as long as the process lives, in either mode, so a process
             measures one problem in one mode alone.
 
     Returns:
@@ -133,7 +133,7 @@ def measure_pytorch(
 def library_call(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, Tensor]], Any]:
-    """Return the call that the library makes where PyTorch's operator is the answer."""
+    """Return the call that confpred makes where PyTorch's operator is chosen."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
     plain = left_to_pytorch(problem)
@@ -176,8 +176,8 @@ class _DeviceBytes:
 
 
 def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) -> Runner:
-    """Return the runner of a program, given addresses and any stream as those of other launches
-    are. CUDA device `ordinal` becomes PyTorch's current one."""
+    """Return the runner of a program that takes addresses and any stream, as the runners of kernels
+    do. CUDA device `ordinal` becomes PyTorch's current one."""
     torch.cuda.set_device(ordinal)
     sizes = workspaces(runner.launch) | {name: o.bytes for name, o in operands.items()}
     dtypes = {name: getattr(torch, operand.dtype) for name, operand in operands.items()}
@@ -204,7 +204,7 @@ def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) 
 def graph_of(enqueue: Enqueue, slots: Sequence[Sequence[int]]) -> TorchGraph:
     """Return a CUDA graph of one launch on the operands of each of `slots`.
 
-    PyTorch captures it, as cuBLAS has workspaces of PyTorch's.
+    PyTorch captures it, because cuBLAS uses workspaces that PyTorch allocates.
     """
 
     def on_current_stream(addresses: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ class Plan:
     """Choices that are taken as they are.
 
     Attributes:
-        operation: what the problems are of.
+        operation: operation of all problems.
         choices: one a problem and device, in the order in which a network first asks.
         kernels: the digest of the sources that a family's choices launch; a family that is not
             named is not compared.
@@ -191,7 +191,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
         with placed(f"{where}."):
             choice = _choice(fields, operation, model)
         if (choice.problem, choice.device) in choices:
-            raise DataError(f"{where} is of a problem that was chosen for before")
+            raise DataError(f"{where} is of the same problem as an earlier choice")
         choices[choice.problem, choice.device] = choice
     plan = Plan(operation, tuple(choices.values()), kernels, model, version)
     if device is not None and choices and get_device(device) not in plan.devices:
@@ -205,7 +205,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
 
 
 def named_candidate(problem: Record, device: Device, name: object, config: object) -> Candidate:
-    """Find the candidate that files call by its provider's name and its config, field by field.
+    """Return the candidate of a provider's name and a config's fields, as files spell them.
 
     Raises:
         InvalidInput: `problem` has no provider `name`, that provider no such config, or the config
@@ -232,7 +232,7 @@ def named_candidate(problem: Record, device: Device, name: object, config: objec
 
 
 def _upgrade_lines(content: Mapping[str, Any], listed: Iterable[Any]) -> Iterator[Any]:
-    """Yield the choices of a plan of any format as ``FORMAT`` has them."""
+    """Yield the choices of a plan of any format in the form of ``FORMAT``."""
     if content["format"] == FORMAT:
         _check_names(content, _FIELDS)
     for line in listed:
@@ -276,7 +276,7 @@ def _line(choice: Choice) -> dict[str, Any]:
 
 
 def _as_launched(choice: Choice) -> Choice:
-    """Return `choice` as PyTorch's users get it, without what belongs to the answer alone."""
+    """Return `choice` as it runs in PyTorch, without bounds: a guess is PyTorch's operator."""
     if choice.is_guess:
         choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=None)
     return replace(choice, regret_bound=None, extrapolated=False, donor=None)

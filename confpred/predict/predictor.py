@@ -1,7 +1,7 @@
 """From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
 
 A device without a model gets the answers of the nearest device's model, which has learned ratios of
-times; how a config fills the device at hand is in the features, and decides what is legal.
+times. Legality and features, such as waves, are those of the device that is asked for.
 `benchmarks/model/transfer.py` measures the loss.
 """
 
@@ -41,8 +41,8 @@ BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory, or up to twice as many.
 _LIMITS_KEPT = 2
-#: How many problems are worked out together at most: more would be no faster, and each takes about
-#: 1.4 MB while it is under way.
+#: Most problems that are predicted together: more would be no faster, and each takes about 1.4 MB
+#: during the prediction.
 TOGETHER = 16
 #: Choices of an answer that need no prediction, at most: the plan's and the best measured.
 _KNOWN = 2
@@ -52,8 +52,8 @@ _Asked = tuple[Record, Device, int]  # the problem, for which device, and how ma
 class Predictor:
     """Chooses configs. Immutable after loading; safe to share between threads, and to fork.
 
-    The same problem and device always get the same answer, to the bit; the latest answers are
-    remembered, and what several threads ask at once is worked out by one of them.
+    The same problem and device always get the same answer, to the bit. The latest answers are
+    cached, and of several threads with the same question one computes the answer.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Predictor:
         *,
         further: Mapping[type[Record], Mapping[str, Model]] = MappingProxyType({}),
     ) -> None:
-        """Use `models`, by device key, which are not to change, and follow `plan` first; for
-        problems of a class in `further` use its models instead."""
+        """Use `models`, by device key, which must not change, and follow `plan` first; for problems
+        of a class in `further` use its models instead."""
         self._models, self._further = MappingProxyType(models), further
         self._limits = UNLIMITED
         self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
@@ -113,11 +113,11 @@ class Predictor:
         return self._models
 
     def within(self, limits: Limits) -> Predictor:
-        """Return a predictor that chooses as this one does among what keeps within `limits`: a
-        plan's choices and measured configs that do not are passed over.
+        """Return a predictor that chooses as this one does among candidates within `limits`;
+        a plan's choices and measured configs outside of them are skipped.
 
         Raises:
-            InvalidInput: `limits` are none.
+            InvalidInput: `limits` is not a confpred.Limits.
         """
         if not isinstance(limits, Limits):
             raise InvalidInput("limits", limits, "a confpred.Limits")
@@ -136,8 +136,8 @@ class Predictor:
         """Return the best config known for `problem` on `device`; never fails for a valid problem.
 
         Args:
-            problem: what is asked.
-            device: where it is to run.
+            problem: the layer, such as a `confpred.Problem`.
+            device: the GPU that runs it.
             max_regret: where the bound on the choice's regret is above it, or there is none, the
                 answer is PyTorch's own operator, as a ``fallback``: measure then, or pin a config.
 
@@ -184,8 +184,8 @@ class Predictor:
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate
     ) -> float | None:
-        """Milliseconds that `candidate` is expected to take for `problem`; None where nothing
-        predicts them, as for PyTorch's operator where none of our kernels is legal.
+        """Return the milliseconds that `candidate` is expected to take for `problem`; None if no
+        model predicts them, as for PyTorch's operator where no confpred kernel is legal.
 
         Raises:
             UnknownDevice: no description of `device` is known.
@@ -208,7 +208,7 @@ class Predictor:
         return get_device(name)
 
     def own_model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model of `device`, if it knows problems of this class."""
+        """Return the model of `device` for problems of this class; None if it has none."""
         model = self._further.get(kind, self._models).get(device.key)
         return model if model and model.operation.problem is kind else None
 
@@ -218,7 +218,7 @@ class Predictor:
         return self.own_model(kind, device) or nearest_model(models, device, kind)
 
     def _answer_all(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
-        """Answer questions that are all about one device and number of choices."""
+        """Return the answers to questions about one device and number of choices."""
         if self._limits.deterministic:
             asked = [(_ask_repeatable(problem), device, top) for problem, device, top in asked]
         choices = [self._choices_before_model(*one) for one in asked]
@@ -250,8 +250,8 @@ class Predictor:
         return settled
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """Return the plan's choice for a problem, if it keeps within the limits; with the expected
-        time where a person wrote none."""
+        """Return the plan's choice for a problem, if it is within the limits; with the expected
+        time where the plan has none."""
         planned = self._planned.get((problem, device.key))
         if planned is None or not self._keeps_within(problem, planned.candidate):
             return None
@@ -268,8 +268,8 @@ class Predictor:
         return len(within(family_of(candidate), problem, row, self._limits)) == 1
 
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
-        """Predict, or else estimate, for each question at least as many choices as were asked for
-        and are known already, best first; the first has the bound."""
+        """Predict, or else estimate, for each question enough choices to fill the answer beside
+        those that need no prediction, best first; the first has the bound."""
         ranked: dict[Record, list[Choice]] = {}
         for kind in {type(problem): None for problem, _, _ in asked}:
             _, device, top = asked[0]
@@ -313,11 +313,11 @@ class Predictor:
         trusts = [Trust(None, False)] * len(problems)
         served = [i for i, options in enumerate(predicted) if options]
         if self._limits != UNLIMITED or not served:
-            return trusts  # nothing was calibrated for what is left within limits
+            return trusts  # bounds are calibrated without limits alone
         calibrated = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
-        # Nothing was calibrated for a device without a model of its own.
+        # No bound is calibrated for a device without a model of its own.
         own = model.device.key == device.key
         for i, (bound, extrapolated) in zip(served, calibrated, strict=True):
             trusts[i] = Trust(bound if own else None, extrapolated)
@@ -354,10 +354,10 @@ def _limit_regret(choices: Sequence[Choice], max_regret: float | None) -> Sequen
 
 
 def _ask_repeatable(problem: Record) -> Record:
-    """`problem`, to be computed to the same bit at every call, if it can ask for that."""
+    """Return `problem` with ``deterministic`` set, where its results may differ by call."""
     asked = getattr(problem, "deterministic", True)
     if asked or getattr(problem, "direction", "wgrad") != "wgrad":
-        return problem  # what is asked for, or always so
+        return problem  # deterministic already
     strict: Record = replace(problem, deterministic=True)  # type: ignore[call-arg]
     return strict
 
@@ -369,8 +369,8 @@ def _rank_by_model(
     top: int = 1,
     limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """For each of `problems` at least `top` candidates within `limits`, if `model` knows as many,
-    and PyTorch's own operator, in the order of the answer; empty where nothing is legal."""
+    """Return for each of `problems` at least `top` candidates within `limits`, if there are so
+    many, and PyTorch's own operator, in the order of the answer; empty where none is legal."""
     ranked = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
     served = [i for i, options in enumerate(ranked) if options]
     if served and model.pytorch is not None:
@@ -407,7 +407,7 @@ def _ms_of(candidate: Candidate, options: Options) -> float | None:
 def _expected_ms(
     problem: Record, device: Device, model: Model | None, candidate: Candidate
 ) -> float | None:
-    """Milliseconds that `candidate` is expected to take."""
+    """Return the milliseconds that `candidate` is expected to take; None if no model says."""
     if candidate == PYTORCH_OPERATOR:
         return _ms_of(candidate, _rank_by_model([problem], device, model)[0] if model else [])
     row = np.array([candidate.config_id], np.intp)
@@ -418,7 +418,7 @@ def _expected_ms(
 
 
 def distance(one: Device, other: Device) -> float:
-    """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
+    """Return the distance of two devices: the largest ratio of their sizes and rates, as log2."""
     sizes = ("sm_count", "smem_per_sm", "warps_per_sm")
     rates = ("dram_bytes_per_s", "tensor_flops", "simt_flops")
     ratios = (getattr(one, name) / getattr(other, name) for name in (*sizes, *rates))
@@ -426,8 +426,8 @@ def distance(one: Device, other: Device) -> float:
 
 
 def nearest_model(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """Return the model of the device nearest to `device`, of those of `models` (by device key) that
-    know problems of the class `problem`."""
+    """Return the model of the device nearest to `device`, of those in `models` (by device key) for
+    problems of the class `problem`."""
     described = {key: KNOWN.get(key) or models[key].device for key in models}
     for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
         if models[key].operation.problem is problem:

@@ -185,7 +185,7 @@ def test_a_measured_layer_says_so_and_is_its_own_neighbour(predictor, model):
     assert found.choice.source == "measured"
     assert found.pytorch_ms == predictor.expected_ms(known, "h100", PYTORCH_OPERATOR) > 0
     assert found.nearest[0].problem == known
-    assert "the fastest of what was measured of this very layer" in str(found)
+    assert "the fastest candidate measured for this layer" in str(found)
 
 
 def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
@@ -193,22 +193,22 @@ def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
     found = confpred.explain_layer(UNSEEN, predictor=Predictor({"h100": careful}))
     assert found.choice.candidate == PYTORCH_OPERATOR
     assert found.comparisons == ()
-    assert "goes first wherever ours may be the slower one" in str(found)
+    assert "PyTorch is chosen because the predicted gain is within the model's error" in str(found)
 
 
 def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
     guessed = confpred.explain_layer(UNSEEN, "a100", predictor=predictor)
     assert (guessed.comparisons, guessed.nearest, guessed.model) == ((), (), None)
     assert guessed.choice.source == "transferred"
-    assert "Nothing was learned or measured on this device, but on h100." in str(guessed)
-    assert "bound     none, with no confidence" in str(guessed)
+    assert "The times are predicted from measurements on h100: this device has none." in str(guessed)
+    assert "bound     none: no bound is calibrated" in str(guessed)
     assert "95 %" not in str(guessed)
     estimated = confpred.explain_layer(UNSEEN, "a100", predictor=Predictor({}))
     assert "rough estimates" in str(estimated)
     left = confpred.explain_layer(STRIDED, "h100", predictor=predictor)
     assert left.choice.source == "fallback"
     assert left.roofline_share is None
-    assert "as no kernel of ours is legal" in str(left)
+    assert "as no confpred kernel is legal" in str(left)
 
 
 def test_the_page_names_what_counts(explained):
