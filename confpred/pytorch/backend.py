@@ -1,11 +1,11 @@
 """``torch.compile(model, backend="confpred")``: PyTorch captures, confpred chooses.
 
-    Dynamo --> AOTAutograd --> fusing (what runs, chosen in one call) --> CUDA graph
+    Dynamo --> AOTAutograd --> rewriting (all layers are chosen in one call) --> CUDA graph
               inference        fuse
-              joint            serve, then forward and backward apart
+              joint            lower_convolutions; then forward and backward are separate
 
-Dynamo's guards say when a captured graph still holds. Parameters and buffers are inputs of the
-graphs, so that every write to one is seen.
+Dynamo's guards check whether a captured graph is still valid. Parameters and buffers are inputs of
+the graphs, so that writes to them take effect.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def confpred(
     calls: Calls | None = None,
 ) -> Any:
     """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name. `calls`
-    are those of a model that `confpred.optimize` was given.
+    is the history of a model's calls under `confpred.optimize`.
 
     Raises:
         InvalidInput: `options` are not of `Options`, or there is a mode: confpred has none.
@@ -123,8 +123,8 @@ def confpred(
 
 
 def _guard_hooks() -> None:
-    """Let the guards of the capture under way see hooks that are added to modules later: Dynamo
-    skips them unless it is set not to, and a hook would be ignored."""
+    """Let the guards of the present capture check for module hooks that are added later: by default
+    Dynamo does not, and a hook would be ignored."""
     from torch._dynamo import callback, config
 
     if not config.skip_nnmodule_hook_guards:
@@ -141,9 +141,9 @@ def _guard_hooks() -> None:
 
 
 class Compiler:
-    """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
-    convolutions that were found and `norms` the norms, `capture` is what `confpred.status` knows of
-    it. One that does not choose leaves them to PyTorch."""
+    """The compilers that AOTAutograd calls with the graphs of a capture. `sites` has their
+    convolutions and `norms` their norms; `capture` is the record for `confpred.status`. Without
+    `chooses`, PyTorch computes all layers."""
 
     capture: Capture
 
@@ -197,7 +197,7 @@ class Compiler:
             return chosen
         written = [place for place, x in enumerate(inputs) if x.mutates_data]
         rivals = verify.Rivals(chosen, plain, written, note_decision)
-        rivals.confpred_capture = capture  # which lives as long
+        rivals.confpred_capture = capture  # keeps it alive as long
         return rivals
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -234,7 +234,7 @@ class Compiler:
                 FakeTensorMode.cache_clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
-        """Return what chooses for the device of `graph`; None where that is no GPU."""
+        """Return a function that chooses for the GPU of `graph`; None if it is on no GPU."""
         ordinal = ordinal_of(graph)
         return None if ordinal is None or not self._chooses else chooser(ordinal, self.options)
 
@@ -264,8 +264,8 @@ class Compiler:
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
 
-        Only Inductor computes something again in the backward pass: without fused pointwise kernels
-        that costs a pass over memory each.
+        Only Inductor recomputes values in the backward pass: without fused pointwise kernels each
+        of them costs a pass over memory.
         """
         from torch._functorch import partitioners
 
@@ -308,7 +308,7 @@ class Compiler:
         self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
 
     def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-        """Rewrite `gm` by `steps`, all or none; the sites are those of what is left."""
+        """Rewrite `gm` by all `steps` or none; sites of a failed rewrite are removed."""
         counts = [(kind, len(kind)) for kind in (self.sites, self.norms)]
         if not passes.attempt(gm, steps):
             for kind, count in counts:
@@ -320,8 +320,7 @@ class Compiler:
         self.sites += replace(graph, choose, self.options.wishes)
 
     def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
-        """Return the steps that let confpred compute norms of `kinds`; none where nothing is known
-        of them."""
+        """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
         serve = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
         return [serve, layouts.keep_strides] if names else []
@@ -367,7 +366,7 @@ class Compiler:
                 visible=visible, kind=kind, reasons=done.reasons,
             )  # fmt: skip
         done.run = ref(run)
-        run.confpred_capture = self.capture  # which lives as long
+        run.confpred_capture = self.capture  # keeps it alive as long
         return run
 
 

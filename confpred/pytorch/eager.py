@@ -33,7 +33,7 @@ from confpred.pytorch.run.pointwise import activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call
-#: from Python takes the host that much longer than PyTorch's own.
+#: of confpred takes the CPU that much longer than one of PyTorch.
 LEAST_MS = 0.02
 _KINDS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PYTORCH: tuple[Callable[..., Tensor], ...] = tuple(kind._conv_forward for kind in _KINDS)
@@ -165,7 +165,7 @@ def _axes(name: str, value: int | Axes, rank: int) -> Axes:
 
 
 def _lay_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return a result for `x` with the strides of PyTorch's, whose lines are channels first."""
+    """Return a result for `x` with the strides of PyTorch's result; lines are channels first."""
     if t.dim() in (1, 4):
         return t
     is_last = t.dim() == 5 and (is_channels_last(x) or is_channels_last(weight))
@@ -199,8 +199,8 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 class ConvolutionFunction(torch.autograd.Function):
-    """A convolution of plain tensors of one dtype, whose three directions are chosen apart;
-    gradients of gradients are PyTorch's."""
+    """A convolution of plain tensors of one dtype, each direction with its own choice; PyTorch
+    computes gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -284,7 +284,7 @@ def enabled(**settings: Any) -> Iterator[None]:
 
 
 def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what takes the place of a kind's ``_conv_forward``, which is `pytorch`'s."""
+    """Return a replacement of `pytorch`, the ``_conv_forward`` of a class of layers."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (

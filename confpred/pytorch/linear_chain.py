@@ -1,5 +1,5 @@
-"""`linear_chain`: linear layers one after the other, by what is predicted to be fastest within the
-error that the caller allows."""
+"""`linear_chain`: successive linear layers, by the family that is predicted to be fastest within
+the error that the caller allows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def linear_chain(
         last: whether it follows the last layer too.
         max_error: largest relative error of the result in the 2-norm, against float64; None for
             that of PyTorch's own operators, which excludes Strassen's algorithm.
-        limits: further limits; `max_error` takes the place of theirs.
+        limits: further limits; `max_error` overrides theirs.
 
     Returns:
         Shape (..., features of the last weight), of `x`'s dtype.
@@ -114,7 +114,7 @@ def problem_of(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, activation: str,
     last: bool,
 ) -> LinearChain | None:  # fmt: skip
-    """Return what is asked; None where it is no chain, or there is nothing to compute."""
+    """Return the problem of a chain; None if these are no chain, or the output is empty."""
     if x.dim() < 1 or x.numel() == 0 or x.dtype not in DTYPES or any(w.dim() != 2 for w in weights):
         return None
     widths = [x.shape[-1], *(w.shape[0] for w in weights)]

@@ -70,7 +70,7 @@ def optimize(
 
     Raises:
         InvalidInput: `model` is not a ``torch.nn.Module``, or an option is not allowed.
-        ConfpredError: the network cannot be captured, or computes something else; it is as it was.
+        ConfpredError: the network cannot be captured, or its outputs differ; it is left unchanged.
     """
     _check(model)
     Options.of(options)
@@ -92,14 +92,14 @@ def optimize(
             model._compiled_call_impl = former
             if isinstance(error, ConfpredError) or not isinstance(error, Exception):
                 raise
-            raise ConfpredError(f"{type(model).__name__} is as it was: {error}") from error
+            raise ConfpredError(f"{type(model).__name__} is unchanged: {error}") from error
     _watch_parts(model, calls)
     show_in_repr()
     return model
 
 
 def revert(model: Model) -> Model:
-    """Undo `optimize`, if need be; raise `InvalidInput` for what is no ``torch.nn.Module``."""
+    """Undo `optimize`, if it was called; raise `InvalidInput` if `model` is no module."""
     _check(model)
     model._compiled_call_impl = None
     _unwatch_parts(model)
@@ -126,14 +126,14 @@ def _check(model: object) -> None:
 
 
 class _Optimized:
-    """A model's calls by a captured function, where Dynamo alone would not capture.
+    """The function that runs an optimized model: its captured forward, or the model itself.
 
-    No guard sees other classes of modules (before PyTorch 2.13), other methods of a class, and
-    hooks for all modules: then `capture` is called again. A captured function refuses to run while
-    another thread traces anything, so calls wait for that.
+    Dynamo's guards miss new classes of modules (before PyTorch 2.13), new methods of a class, and
+    hooks for all modules: these make it call `capture` again. A captured function refuses to run
+    while another thread traces, so calls wait for that.
 
-    The model runs as it is in forward mode and while something else traces it, and from then on
-    where it cannot be captured.
+    The model itself runs in forward mode and while something else traces it, and for good if it
+    cannot be captured.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class _Optimized:
             reason = error
         results = model._call_impl(*args, **kwargs)  # or the error of eager mode
         calls.failed = first_line(getattr(reason, "inner_exception", reason))
-        warn_of(reason, "its capture", f"{type(model).__name__} runs as it is")
+        warn_of(reason, "its capture", f"{type(model).__name__} runs in eager mode")
         return results
 
 
@@ -201,8 +201,8 @@ def _is_part(module: nn.Module) -> bool:
 
 
 def _as_function(made: _Optimized | _Part, module: nn.Module) -> Any:
-    """Return `made` as a function for calls of `module`: TorchScript passes over functions that a
-    module has, and refuses other objects. Whatever traces the module sees it as it is."""
+    """Return `made` as a function for calls of `module`: TorchScript skips functions among a
+    module's attributes, and refuses other objects. Under a trace it calls the module itself."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_traced():
@@ -214,7 +214,7 @@ def _as_function(made: _Optimized | _Part, module: nn.Module) -> Any:
 
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return what `modules` run, as far as no guard of Dynamo sees it."""
+    """Return the classes, methods and hooks of `modules` that no guard of Dynamo checks."""
     kinds: tuple[Any, ...] = tuple(map(type, modules))
     hooks = (
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
@@ -250,8 +250,8 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
 def _compare(
     model: nn.Module, made: _Optimized, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise a `ConfpredError` where `made` computes other results than `model` as it was, on copies
-    of these inputs."""
+    """Raise a `ConfpredError` where the results of `made` differ from those of the original `model`
+    on copies of these inputs."""
     call, name = model._compiled_call_impl, type(model).__name__
     try:
         model._compiled_call_impl = None
@@ -270,7 +270,7 @@ def _compare(
         expected = _results(model, args, kwargs)
         difference = _largest_difference(outputs, expected)
         if difference is not None:
-            # A network may make much of any rounding, or draw random numbers.
+            # A network may amplify rounding, or draw random numbers.
             nearby = _results(model, args, kwargs, noise=True)
             if _largest_difference(nearby, expected) is not None:
                 log.warning(
@@ -283,7 +283,7 @@ def _compare(
     finally:
         model._compiled_call_impl = call
     if difference is not None:
-        raise ConfpredError(f"{name} is as it was: {difference}")
+        raise ConfpredError(f"{name} is unchanged: {difference}")
 
 
 def _initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -308,8 +308,8 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Bring tensors, attributes and random numbers of `model` back at the end of the block to what
-    they are now; what is in its lists and dictionaries, too."""
+    """Restore tensors, attributes and random numbers of `model` at the end of the block, and the
+    content of its lists and dictionaries."""
     writable = [
         x for x in _tensors_of(model)
         if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1
@@ -334,8 +334,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
-    """Return the tensors that `model` returns, and the gradients of what it learns where they are
-    recorded; with `noise`, of inputs that differ by some roundings. The model stays as it is."""
+    """Return the tensors that `model` returns, and the gradients of its parameters if recorded;
+    with `noise`, of inputs that differ by some roundings. The model is left unchanged."""
 
     def copied(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -362,7 +362,7 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
 
 
 def _largest_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | None:
-    """Return how `outputs` differ, in words; None if they do not."""
+    """Return how `outputs` differ from `expected`, in words; None if they do not."""
     if [x.shape for x in outputs] != [x.shape for x in expected]:
         return "its outputs have other shapes"
     for actual, other in zip(outputs, expected, strict=True):

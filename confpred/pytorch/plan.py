@@ -29,10 +29,9 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
     """Record every choice that is made inside the block, by any thread, and write them to `path`
     as a plan when it ends.
 
-    Shapes that were chosen for before are chosen for again, so that a network that has run already
-    is recorded whole; kernels that are compiled stay compiled. The plan appears whole or not at
-    all, and not where the block raises. Among ranks that record the same network, the last one
-    writes the file that stays, which is the same.
+    Earlier choices are made again, so that a network that has run before is recorded whole;
+    compiled kernels stay. The plan is written whole or not at all, and not if the block raises.
+    Ranks that record the same network write the same file, and the last one's stays.
 
     ::
 
@@ -112,7 +111,7 @@ def prepare(
 
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
-    """Return the kernels of a captured network that are no convolutions."""
+    """Return the kernels of a captured network that compute no convolution: folds, epilogues."""
     kernels = [fold.KERNEL]
     for choice in choices:
         p = choice.problem

@@ -1,7 +1,7 @@
-"""`status`: what runs in a model now, and why the rest is PyTorch's; `verbose` prints captures.
+"""`status`: which kernels run in a model, and why PyTorch's do elsewhere; `verbose` logs captures.
 
 The backend makes a `Capture` of each graph, which lives as long as the function that runs it. A
-model is found in it by its parameters and buffers.
+capture belongs to the model with its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Calls:
     """History of the calls of an optimized model.
 
     Attributes:
-        made: how many there were.
-        graphs: how many graphs were captured in them.
-        seconds: of those that captured.
+        made: number of calls.
+        graphs: number of graphs captured in them.
+        seconds: seconds of the calls that captured.
         breaks: where Dynamo cut the first call, and why.
-        failed: why the model runs as it is; empty where it does not.
-        outside: name of a part that ran before the model was called.
+        failed: why the model runs without capture; empty if it is captured.
+        outside: name of a part that ran before the model was called; empty for none.
     """
 
     made: int = 0
@@ -68,8 +68,9 @@ class Calls:
 
 @dataclass(eq=False)
 class Pass:
-    """A pass of a graph: ``inference``, ``forward`` or ``backward``; why calls of it ran without a
-    CUDA graph; who compiles what confpred does not serve; and what runs it."""
+    """A pass of a graph: ``inference``, ``forward`` or ``backward``; reasons why calls of it ran
+    without a CUDA graph; the compiler of PyTorch's operators in it; and the function that runs it.
+    """
 
     kind: str
     reasons: set[str]
@@ -89,21 +90,21 @@ class Capture:
     """One captured graph.
 
     Attributes:
-        inputs: sizes and dtypes of what is no parameter or buffer.
+        inputs: sizes and dtypes of the inputs that are no parameters or buffers.
         tensors: the parameters and buffers.
-        frame: which of Dynamo's frames it is of.
-        ended: where it ends before its forward does, and why; empty where it does not.
-        calls: of the optimized model, or None.
-        limits: that launches keep within.
-        sites: its layers.
+        frame: number of its frame in Dynamo.
+        ended: where a graph break ends it, and why; empty if it covers its forward to the end.
+        calls: history of the optimized model's calls, or None.
+        limits: limits of its launches.
+        sites: its layers, a site for each direction.
         ordinal: the CUDA device; None where its tensors are elsewhere.
-        passes: as they run.
-        seconds: that compiling took.
-        doing: what is being compiled, in words; empty before and after.
-        was_slow: whether the log has said so.
-        kept: of ``verify="network"``: why it runs with confpred's choices or without.
-        is_rejected: whether it runs without.
-        number: captures are counted in their order.
+        passes: its passes that run.
+        seconds: time of compilation.
+        doing: the present step of compilation, in words; empty before and after.
+        was_slow: whether a slow capture was logged.
+        kept: with ``verify="network"``, why it runs with confpred's choices or without; else empty.
+        is_rejected: whether it runs without confpred's choices.
+        number: its number in the order of captures.
     """
 
     inputs: str
@@ -124,8 +125,8 @@ class Capture:
 
     @contextmanager
     def compiling(self, first: str) -> Iterator[None]:
-        """Count the seconds of the block, which begins with `first`, and log once that it is slow;
-        a block inside of another one is part of that."""
+        """Count the seconds of the block, whose first step is `first`, and log once if it is slow;
+        a nested block is part of the outer one."""
         if self.doing:
             yield
             return
@@ -147,7 +148,7 @@ class Capture:
             log.info(text, self.inputs, SLOW_S, self.doing)
 
     def reason(self, site: Site) -> str:
-        """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
+        """Return why PyTorch computes a layer; empty where a confpred kernel does."""
         if site.choice is None or not site.is_lowered or self.ordinal is None:
             return site.reason
         if self.is_rejected:
@@ -227,19 +228,19 @@ class Status:
 
     Attributes:
         model: name of its class.
-        how: ``confpred.optimize``, ``torch.compile``, or nothing.
-        captures: how many sets of shapes were captured.
-        parts: how many graphs a forward is in; 1 where it is captured whole.
+        how: ``confpred.optimize``, ``torch.compile``, or empty.
+        captures: number of sets of shapes that were captured.
+        parts: number of graphs of a forward; 1 where it is captured whole.
         inputs: sizes and dtypes of each set.
         breaks: where a forward is cut, and why.
         providers: how many layers each provider computes, counted by direction; ``pytorch`` is
             PyTorch's operators.
         left: names of the layers that PyTorch computes, by reason.
-        replay: of each pass, whether it is replayed as a CUDA graph, and why not.
-        compilers: who compiles what confpred does not serve.
-        verified: of ``verify="network"``: why a graph runs with confpred's choices or without.
-        seconds: that calls took which captured.
-        remarks: what else is to be known.
+        replay: whether each pass is replayed as a CUDA graph, and why not.
+        compilers: compilers of PyTorch's operators.
+        verified: with ``verify="network"``, why graphs run with confpred's choices or without.
+        seconds: time of the calls that captured.
+        remarks: further sentences.
     """
 
     model: str
@@ -297,10 +298,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def status(model: nn.Module) -> Status:
-    """Say what confpred does in `model` now: whether it is optimized, captured and replayed, who
-    computes its layers, and why the others are left to PyTorch.
+    """Report what confpred does in `model`: whether it is optimized, captured and replayed, which
+    kernels compute its layers, and why PyTorch computes the others.
 
-    Captures by `confpred.optimize`, and by ``torch.compile`` with the backend, are known as long as
+    Captures by `confpred.optimize`, and by ``torch.compile`` with the backend, are reported while
     they are alive. Nothing is run or compiled.
 
     Raises:
@@ -336,8 +337,9 @@ def status(model: nn.Module) -> Status:
 
 
 def _captures_of(model: nn.Module, calls: Calls | None) -> list[Capture]:
-    """Return the captures of an optimized model; of another one those that read its tensors, and
-    those without tensors that Dynamo has cut from the same forward: numbers of frames rise."""
+    """Return the captures of an optimized model. For another model, return those that read its
+    tensors, and those without tensors whose frames are between theirs, cut from the same forward.
+    """
     if calls is not None:
         return [capture for capture in list(_captures) if capture.calls is calls]
     others = [capture for capture in list(_captures) if capture.calls is None]
@@ -368,7 +370,7 @@ def _providers(captures: Sequence[Capture]) -> dict[str, int]:
 
 
 def _layers(captures: Sequence[Capture]) -> Iterator[str]:
-    """Yield who computes the layers, and why PyTorch does."""
+    """Yield how many layers each provider computes, and why PyTorch computes some."""
     counts = ", ".join(f"{count} {provider}" for provider, count in _providers(captures).items())
     yield from [counts] * bool(counts)
     reasons = [reason for _, _, reason in _rows(captures) if reason]
@@ -385,7 +387,7 @@ def _remarks(
     if captures and all(capture.ordinal is None for capture in captures):
         yield NO_GPU
     if calls is not None and calls.failed:
-        yield f"it runs as it is: {calls.failed}"
+        yield f"it runs in eager mode: {calls.failed}"
     elif calls is not None and not captures:
         yield "its calls were not captured" if calls.made else "it was not called yet"
     if calls is not None and calls.outside:
@@ -406,7 +408,7 @@ def _remarks(
 def show_in_repr() -> None:
     """Let ``repr`` of optimized models end with their status, from the first one on.
 
-    Only the class can do that: what is in a module's own attributes goes with copies and pickles.
+    It patches the class, because attributes of a module go with its copies and pickles.
     """
     plain = nn.Module.__repr__
     if hasattr(plain, "confpred"):
@@ -422,8 +424,8 @@ def show_in_repr() -> None:
 
 
 def verbose(level: str = "info") -> None:
-    """Print what confpred does in PyTorch to standard error: a line a capture, and why a pass has
-    no CUDA graph.
+    """Log what confpred does in PyTorch to standard error: a line a capture, and why a pass has no
+    CUDA graph.
 
     ``CONFPRED_LOG=info`` in the environment does the same.
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from confpred.errors import ConfpredError, InvalidInput, first_line
 
 Step = Callable[[], Any]
-#: From a model, which is its own, to what is called in its place.
+#: Returns a function that is called instead of a model, which belongs to the way alone.
 Start = Callable[[nn.Module], Callable[..., Any]]
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm, and this much more: networks with random weights magnify rounding, each by another
@@ -69,7 +69,7 @@ def mean_square(out: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A network's step, whoever computes its convolutions.
+    """A network's step, to be timed in several ways.
 
     Attributes:
         model: in float32 and training mode, on the device that it runs on; it stays as it is.
@@ -78,7 +78,7 @@ class Subject:
             (``foreach``); else it is the model in `half` under ``torch.no_grad``.
         loss: from the results of a forward to what backward begins with.
         half: the dtype of half precision.
-        checked: so many images of a result are compared in inference; None for all.
+        checked: number of images whose results are compared in inference; None for all.
     """
 
     model: nn.Module
@@ -268,14 +268,14 @@ def measure(
     subject: Subject, ways: Mapping[str, Start], *, rounds: int = ROUNDS, turn_s: float = TURN_S,
     say: Callable[[str, str], None] = lambda way, what: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return what was found of each way, or its ``error``. GPU time is that of one CUDA graph of
-    the step, where it has none of its own, as ``reduce-overhead`` has.
+    """Return the figures of each way, or its ``error``. GPU time is that of one CUDA graph of the
+    step; ``reduce-overhead`` makes graphs of its own, and gets none.
 
     Args:
         subject: the step.
         ways: by name; ``eager``, the first, says how far from float32 another may be.
         rounds, turn_s: as above.
-        say: is called with a way and what is being done with it.
+        say: called with the name of a way and the step that begins.
     """
     try:
         expected = subject.reference()
@@ -325,7 +325,7 @@ def _words(error: Exception) -> str:
 
 
 def ratio(baseline_ms: Sequence[float], ms: Sequence[float]) -> float | None:
-    """Return the median of the rounds' ratios: a host that is slow for seconds is so for both."""
+    """Return the median of the rounds' ratios: a CPU that is slow for seconds slows both down."""
     if not baseline_ms or not ms:
         return None
     return statistics.median(a / b for a, b in zip(baseline_ms, ms, strict=True))

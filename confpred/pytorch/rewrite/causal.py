@@ -30,11 +30,11 @@ _PATTERNS = (following.take_sum, following.take_activation)
 def lower_convolutions(
     graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, *, fuses: bool
 ) -> list[sites.Site]:
-    """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
-    says whether what follows a layer becomes a part of it, as in inference."""
+    """Replace the causal layers of a graph by confpred's operators in place, where these are
+    chosen, and return their sites. `fuses`: whether epilogues are fused, as in inference."""
     matches: list[Match] = []
     claimed: set[fx.Node] = set()
-    for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
+    for node in reversed(graph.nodes):  # of two layers that are summed, the later takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
             layer = match_padded(node) or match_cut(node)
             if layer is not None:
@@ -73,7 +73,7 @@ def match_padded(node: fx.Node) -> Causal | None:
 
 
 def match_cut(node: fx.Node) -> Causal | None:
-    """Return a convolution with what cuts its result, or its backward with the gradient of that."""
+    """Return a convolution with the slice of its result, or its backward with the slice's."""
     geometry, x = _geometry(node), sites.arguments_of(node)[0]
     if geometry is None or layout_of(val_of(x)) != "channels_first":
         return None
@@ -105,8 +105,8 @@ def _arguments(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _cut_places(node: fx.Node, val: Any) -> int | None:
-    """Return how many places `node` cuts at the end of `val`; None where it does something else,
-    or its strides may be seen."""
+    """Return how many elements `node` cuts at the end of `val`; None where it does something else,
+    or a reader may depend on its strides."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs:
         return None
     _, axis, start, _ = node.args

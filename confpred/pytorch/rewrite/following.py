@@ -1,9 +1,9 @@
-"""Patterns of what may follow an operation and be computed with it: the matcher of every graph.
+"""Patterns of epilogues, the operations that are fused behind a convolution or norm.
 
     convolution or norm -> [batch norm] -> [+ residual] -> [activation]
 
-A pattern is a function that returns a chain with one operation more, or as it was. Nothing but the
-next node of a chain, and the gradient of an activation, may read what comes between.
+A pattern is a function that returns a chain with one operation more, or as it was. Each
+intermediate result has one user, the next node of the chain, beside the gradient of an activation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Chain:
         nodes: first to last, with the ``getitem`` of a norm.
         norm: the batch norm among them.
         sum: the node that adds the residual, and the residual's place among its arguments.
-        activation: its name.
+        activation: name of the activation, or ``none``.
         gradient: the node of the activation's gradient; None in a graph of inference.
     """
 
@@ -54,7 +54,7 @@ class Chain:
 
     @property
     def residual(self) -> Any:
-        """The node that is added, or None; another one once its own chain is replaced."""
+        """The node that is added, or None; read anew, as rewriting replaces nodes."""
         return None if self.sum is None else self.sum[0].args[self.sum[1]]
 
 
@@ -84,9 +84,8 @@ def take_norm(chain: Chain) -> Chain:
 def take_sum(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     """Take a sum with a residual of the same shape and dtype, without a factor.
 
-    It has the layout of what it is added to, as nodes that follow count on the strides of the sum.
-    An operator that has a layout of its own, and may compute the sum in float32, says which `dtype`
-    its residual has.
+    The residual has the layout of the other term, because later nodes rely on the strides of the
+    sum. With `dtype`, for operators of any layout that add in float32, the residual has that dtype.
     """
     total = _only_reader(chain.last)
     if total is None or total.target is not aten.add.Tensor:
@@ -104,7 +103,7 @@ def take_sum(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
 
 
 def take_activation(chain: Chain, gradient: fx.Node | None = None) -> Chain:
-    """Take an activation; in a joint graph with its `gradient`, which may read the same, too."""
+    """Take an activation; in a joint graph, its `gradient` may read the same node."""
     readers = set(readers_of(chain.last)) - {gradient}
     node = readers.pop() if len(readers) == 1 else None
     name = None if node is None else activation_of(node)
@@ -116,7 +115,7 @@ def take_activation(chain: Chain, gradient: fx.Node | None = None) -> Chain:
 
 
 def activation_of(node: fx.Node) -> str | None:
-    """Return the activation that `node` computes; None where it is none of the table's."""
+    """Return the activation that `node` computes; None if it is none of `ACTIVATIONS`."""
     name, row = ACTIVATIONS.get(node.target, (None, None))
     exact = node.kwargs.get("approximate", "none") == "none"  # of GELU
     return name if row and exact and tuple(node.args[1:]) == row.forward_arguments else None

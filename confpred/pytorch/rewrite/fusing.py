@@ -1,4 +1,4 @@
-"""Inference: each convolution or batch norm with what follows it becomes one operator.
+"""Inference: each convolution or batch norm with its epilogue becomes one operator.
 
     convolution -> [batch norm] -> [+ residual] -> [activation]
     batch norm -> [+ residual] -> [activation]
@@ -43,10 +43,10 @@ def fuse(
     """Rewrite a graph of inference in place, and return its convolutions and norms in order.
 
     Args:
-        graph: what is rewritten.
-        choose, wishes: choose for it; the latter for tensors of other sizes, too.
-        inputs: of the graph, or none where their values are not known.
-        device: that Inductor compiles the rest for; None where it does not.
+        graph: the graph to rewrite.
+        choose, wishes: the function that chooses, and its settings, for tensors of other sizes.
+        inputs: values of the graph's inputs; empty if they are unknown.
+        device: the device for which Inductor compiles the other operators; None without Inductor.
     """
     layers = causal.lower_convolutions(graph, choose, wishes, fuses=True)
     places = graph.find_nodes(op="placeholder")
@@ -67,7 +67,7 @@ def fuse(
 
 
 def _chains(graph: fx.Graph) -> list[following.Chain]:
-    """Return what is fused, in the order of the graph."""
+    """Return the chains of nodes to fuse, in the order of the graph."""
     claimed: set[fx.Node] = set()
     chains: dict[fx.Node, following.Chain] = {}
     convolutions = graph.find_nodes(op="call_function", target=sites.CONVOLUTION)
@@ -90,8 +90,8 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
 def _shorten_chains(
     chains: Sequence[following.Chain], device: Device, wishes: choosing.Wishes
 ) -> list[following.Chain]:
-    """Return `chains`, of some their convolution alone: where that and the pass of Inductor's that
-    follows it are expected to be faster than one operator."""
+    """Return `chains`, cut to the convolution where that, and Inductor's pass behind it, are
+    expected to be faster than one operator."""
     asked: dict[following.Chain, list[Problem]] = {}
     for chain in chains:
         problem = _site(chain, {}).problem if len(chain.nodes) > 1 else None
@@ -120,7 +120,7 @@ def _shorten_chains(
         return alone < min(_kernel_ms(whole), by_pytorch)
 
     shortened = []
-    for chain in reversed(chains):  # what reads a result comes before it
+    for chain in reversed(chains):  # readers of a result first
         norm = chain.norm
         if is_faster_alone(chain):
             if norm is not None:
@@ -133,14 +133,15 @@ def _shorten_chains(
 
 
 def _kernel_ms(choice: Choice) -> float:
-    """Return the expected milliseconds of a confpred kernel, or of a plan that was chosen."""
+    """Return the expected milliseconds of a confpred kernel or a chosen library plan; infinite if
+    PyTorch's operator runs."""
     replaces = choosing.why_pytorch(choice) is None
     return choice.predicted_ms if replaces and choice.predicted_ms else math.inf
 
 
 def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
-    """Return whether all that reads `node` is computed in passes of Inductor's, which compute what
-    is before them as they read, and not `taken` by another operator."""
+    """Return whether Inductor computes all readers of `node` in passes that can compute `node` too,
+    as none of them is `taken` by another operator."""
 
     def is_pass(reader: fx.Node) -> bool:
         tags = getattr(reader.target, "tags", ())
@@ -151,7 +152,7 @@ def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
 
 
 def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
-    """Return what is known of `chain` before anything is chosen; `values` are those of inputs."""
+    """Return the site of `chain`, before a choice; `values` are those of the graph's inputs."""
     start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
@@ -166,9 +167,8 @@ def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
 
 
 def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
-    """Return whether one operator, of confpred's or PyTorch's, computes the convolution with all
-    that follows it. Such a one takes a folded filter; PyTorch's convolution and a pass over its
-    output do not."""
+    """Return whether one operator, confpred's or PyTorch's, computes the convolution and its
+    epilogue. Such an operator takes a folded filter; a convolution and a pass behind it do not."""
     node, problem = chain.nodes[0], site.problem
     if site.is_lowered or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
         return site.is_lowered
@@ -184,8 +184,8 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
 def _replace(
     chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
 ) -> None:
-    """Put one operator in the place of `chain`, if that is fewer launches or a confpred kernel;
-    `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
+    """Replace `chain` by one operator, if that saves launches or runs a confpred kernel.
+    `has_pass`: whether confpred's pass may compute the epilogue of PyTorch's convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
         if not has_pass:
@@ -210,9 +210,9 @@ def _replace(
 
 
 def _spell_out(norm: Any) -> None:
-    """Put a product and a sum with folded vectors in the place of a norm, in float32. PyTorch's
-    formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
-    longer than its memory."""
+    """Replace a norm by a product and a sum with folded vectors, in float32. PyTorch's formula
+    takes a root, and reads four vectors, for each element: Inductor's pass would be compute-bound.
+    """
     first = None if norm is None else following.first_result(norm)
     if first is None or val_of(first).dtype not in DTYPES:
         return
@@ -228,8 +228,7 @@ def _spell_out(norm: Any) -> None:
 
 
 def _loses_precision(chain: following.Chain, values: Mapping[Any, Any]) -> bool:
-    """Return whether the folded filter of a convolution and its norm is one that float16 cannot
-    hold."""
+    """Return whether float16 cannot hold the folded filter of a convolution and its norm."""
     norm: Any = chain.norm
     nodes = (norm.args[1], norm.args[4], _uncast(chain.nodes[0].args[1]))
     tensors: Any = [values.get(node) for node in nodes]
@@ -244,8 +243,8 @@ def _loses_precision(chain: following.Chain, values: Mapping[Any, Any]) -> bool:
 
 
 def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:
-    """Return the nodes of filter and bias, or of scale and shift, that stand for the norm of
-    `chain`; `bias` and `filters` are those of the convolution before it, or None."""
+    """Return the nodes of filter and bias, or of scale and shift, that replace the norm of `chain`;
+    `bias` and `filters` are those of the convolution before it, or None."""
     norm: Any = chain.norm
     graph, dtype = norm.graph, DTYPES[val_of(chain.last).dtype]
     arguments = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
@@ -274,7 +273,7 @@ def _join_folds(graph: fx.Graph) -> None:
 
 
 def _uncast(node: Any) -> Any:
-    """Return the tensor that autocast has cast, as the fold reads every dtype."""
+    """Return the source of a cast by autocast, as the fold reads every dtype; else `node`."""
     if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
         source: Any = node.args[0]
         if source.op == "placeholder" and val_of(source).dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""Inductor for the rest of a captured graph: what confpred serves stays as it is."""
+"""Inductor for the other operators of a captured graph; confpred's operators stay as they are."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def is_available() -> bool:
     missing = " and ".join(name for name, is_there in tools.items() if not is_there)
     if missing:
         log.warning(
-            "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps"
-            " take longer; inductor=False says that this is meant", missing,
+            "Inductor does not compile PyTorch's operators, as %s is missing: steps take longer;"
+            " inductor=False turns this warning off", missing,
         )  # fmt: skip
     return not missing
 
 
 def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return `gm` in the operators that Inductor lowers, with names of inputs as they are."""
+    """Return `gm` decomposed into the operators that Inductor lowers; inputs keep their names."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config, lowering  # noqa: F401  decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -65,12 +65,13 @@ def compile_pass(
     """Return `gm` compiled by Inductor; the arguments are those of
     `confpred.pytorch.run.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
+    Random numbers are drawn by PyTorch's operators, as replays of a CUDA graph advance only
+    PyTorch's generator.
 
-    Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
-    parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
-    not read the bits of negative and conjugate views, either. Such inputs are copied. cuDNN is on,
-    as at the capture: without it convolutions return another layout.
+    Inductor's code requires the strides of the capture, and plain tensors. Inputs with other
+    strides, such as parameters in a new layout, which no guard of PyTorch 2.11 checks, are copied;
+    so are negative and conjugate views. cuDNN is on, as at the capture: without it convolutions
+    return another layout.
     """
     from torch._inductor import compile_fx, config
 

@@ -1,8 +1,8 @@
 """The layout of a captured graph, decided once for all of it.
 
 Tensor cores, and confpred's kernels, read channels last. Where convolutions in half precision read
-images with their channels first, the first images are copied into channels last, and everything
-behind them follows by itself. Results keep their layout, and so does what is read in order.
+images with their channels first, the first images are copied into channels last, and all nodes
+behind them follow. Results keep their layout, and so do inputs of nodes that read memory in order.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Let results of a graph, and what `reads_memory_in_order` gets, keep their strides in place,
-    and all else follow the operators of lines, volumes and norms, which return another layout than
-    PyTorch's where they were put."""
+    """Keep the strides of a graph's results, and of inputs of nodes that `reads_memory_in_order`,
+    by copies in place. confpred's operators of lines, volumes and norms may return another layout
+    than PyTorch's, which all other nodes follow."""
     if not any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         return
     vals: dict[fx.Node, Any] = {}
@@ -155,7 +155,7 @@ def _is_of_another_rank(node: fx.Node) -> bool:
 
 
 def _reads_as_it_lay(node: fx.Node) -> bool:
-    """Return whether `node` is to get its inputs as they lay at the capture."""
+    """Return whether `node` needs its inputs with the strides of the capture."""
     tags = getattr(node.target, "tags", ())
     is_confpred = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
     in_order = node.target is aten.as_strided.default or not _OF_VALUES.isdisjoint(tags)
@@ -171,8 +171,8 @@ def _is_channels_first(node: fx.Node) -> bool:
 
 
 def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
-    """Return the values of all nodes in the new layout, and the copies that it needs: the source,
-    the layout of its copy, and who reads that."""
+    """Return the fake tensors of all nodes in the new layout, and the copies that it needs: the
+    source, the layout of its copy, and the node that reads it."""
     vals: dict[fx.Node, Any] = {}
     copies: list[tuple[fx.Node, Any, fx.Node]] = []
     mode = _mode_of(graph)
@@ -242,8 +242,8 @@ def _last_of_inputs(node: fx.Node) -> fx.Node:
 
 
 def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
-    """Return a new node behind `source`, which lies as `val`: its copy that lies as `like`, or next
-    to that where `like` is not dense, for `reader`."""
+    """Return a new node behind `source`, for `reader`: a copy of `val` with the strides of `like`,
+    or in their order where `like` is not dense."""
     graph = source.graph
     for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
         if layout is not None and like.is_contiguous(memory_format=layout):

@@ -1,7 +1,7 @@
-"""Matches of a graph: found first, then chosen for in one call, then replaced.
+"""Matches of a graph: all are found first, then chosen for in one call, then replaced.
 
-A *match* is what one operator may replace; what is not replaced runs as PyTorch runs it. Lines and
-volumes are computed in the layout that is predicted to take less time with the copies that it
+A *match* is a set of nodes that one operator may replace; PyTorch runs the others. Lines and
+volumes are computed in the layout that is predicted to take less time, with the copies that it
 needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
 """
 
@@ -36,10 +36,10 @@ class Match(NamedTuple):
     """Nodes of a graph that one operator a direction may compute.
 
     Attributes:
-        sites: what is chosen for.
-        replace: puts the operators in the place of the nodes, where the choices say so.
-        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
-            last, and computed; none of images.
+        sites: the layer's directions, each with a problem to choose for.
+        replace: replaces the nodes by operators, where the choices are confpred kernels.
+        reads, writes: nodes of lines or volumes that the layer reads, its input last, and
+            computes; empty for images.
     """
 
     sites: list[Site]
@@ -72,10 +72,10 @@ class Layouts:
     """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
 
     def __init__(self) -> None:
-        self._there: set[tuple[fx.Node, str]] = set()  # what is read and computed, by then
+        self._there: set[tuple[fx.Node, str]] = set()  # nodes that exist in a layout so far
 
     def settle(self, match: Match, choices: Choices) -> None:
-        """Let the sites of `match` have their problem in the layout that takes less time."""
+        """Set the problems of `match` to the layout that is predicted to take less time."""
         sites = match.sites
         if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return
@@ -95,7 +95,7 @@ class Layouts:
             self._there.update(there)
 
     def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
-        """Return the predicted milliseconds of `match` in a layout; None where nobody knows."""
+        """Return the predicted milliseconds of `match` in a layout; None if no model has them."""
         total, bandwidth = 0.0, 0.0
         for site in match.sites:
             options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
@@ -121,7 +121,7 @@ class Layouts:
         return total
 
     def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
-        """Return whether `node` is expected in a layout: its own, or that of what it follows."""
+        """Return whether `node` is expected in a layout: its own, or that of its source."""
         if any((node, name) in self._there for name in LAYOUTS):
             return (node, layout) in self._there
         if _is_pointwise(node) and depth < _FARTHEST:

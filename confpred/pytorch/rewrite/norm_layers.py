@@ -1,4 +1,4 @@
-"""Norms of captured graphs, each with what follows it: what confpred's operators may compute.
+"""Norms of captured graphs, each with its epilogue: the layers that confpred's operators compute.
 
     norm -> [+ residual] -> [activation], and the gradient of that
 
@@ -8,9 +8,9 @@
     layer norm        native_layer_norm of one dimension
     RMS norm          _fused_rms_norm of one dimension
 
-Autocast has most of them in float32: the conversions before and behind become part of the operator,
-where nothing else reads the result, or adds to the gradient, in float32. Copies into channels first
-do, too, which PyTorch's group and instance norms want.
+Autocast computes most of them in float32. The conversions before and behind become part of the
+operator, unless something else reads the result, or adds to the gradient, in float32. So do the
+copies into channels first that PyTorch's group and instance norms need.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ Place = tuple[fx.Node, int]  # an argument of a node: another one once chains be
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A norm of a graph with what becomes part of its operators.
+    """A norm of a graph with the nodes that its operators replace.
 
     Attributes:
-        chain: the norm and what follows it.
-        problems: of each direction; None where there is none.
-        inputs: the input, weight and bias, and a batch norm's running mean and variance; None for
-            one that is not there.
-        scalars: numbers that the forward operator takes.
-        ends: nodes that its first result takes the place of.
-        scale: a factor and a term of each sample and channel, which follow the norm.
-        hands: nodes that hand the gradient before the activation on to the norm's own gradient,
-            which is the last; none where there is no backward pass.
-        grad: the output's gradient.
-        grads: nodes that gradients of the input, weight and bias take the place of.
+        chain: the norm and its epilogue.
+        problems: one a direction, forward first; None where no record describes it.
+        inputs: places of input, weight and bias, and of a batch norm's running mean and variance;
+            None for an absent one.
+        scalars: numbers among the arguments of the forward operator.
+        ends: nodes that the first result of the forward operator replaces.
+        scale: places of an adaptive norm's factor and term for each sample and channel, or empty.
+        hands: nodes from the gradient behind the activation to the norm's own gradient, which is
+            the last; empty without a backward pass.
+        grad: place of the output's gradient; None without a backward pass.
+        grads: nodes that the gradients of input, weight and bias replace, by place.
     """
 
     chain: Chain
@@ -108,8 +108,8 @@ class Layer:
 
 
 def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
-    """Return what tells whether a node of a graph is channels last; if it `has_groups`, or will be
-    once confpred computes the norms of groups before it."""
+    """Return a function that tells whether a node of a graph is channels last; if `has_groups`, or
+    will be once confpred computes the group norms before it."""
     expected: set[fx.Node] = set()
 
     def lies(node: fx.Node) -> bool:
@@ -130,8 +130,8 @@ def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
 
 
 def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
-    """Return the batch norm whose gradient `backward` is; None if kernels cannot compute both.
-    `claimed` are nodes of others; `lies` is as `make_layout_test` returns it."""
+    """Return the batch norm with the gradient `backward`; None if kernels cannot compute both.
+    `claimed` are nodes of other layers; `lies` is the function of `make_layout_test`."""
     arguments: Any = backward.args
     grad, x, weight, _, _, mean, _, training, _, mask = arguments
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
@@ -179,8 +179,8 @@ def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) ->
 def match_group_norm(
     norm: Any, backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
-    """Return the norm of groups whose gradient `backward` is, if there is one; None if kernels
-    cannot compute it. `claimed` and `lies` are as of `match_batch_norm`."""
+    """Return the norm of groups with the gradient `backward`, if there is one; None if kernels
+    cannot compute it. `claimed` and `lies` are as in `match_batch_norm`."""
     if str(getattr(norm, "target", "")) not in _GROUP_NORMS:
         return None
     items = {item.args[1]: item for item in norm.users}
@@ -227,8 +227,8 @@ def _hands(
 def _match_group_norm(
     chain: Chain, hands: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
-    """Return the norm of groups at the start of `chain`, if confpred's operator can read what the
-    first of `hands` reads."""
+    """Return the norm of groups at the start of `chain`, if confpred's operator can read the input
+    of the first of `hands`."""
     norm: Any = chain.norm
     x, eps = val_of(_first(hands[0])), _named(norm)["eps"]
     inputs = [(hands[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
@@ -298,8 +298,8 @@ def _parameter(norm: fx.Node, name: str) -> Place | None:
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
-    """Return the place of the output's gradient; None where the operator cannot compute from it all
-    that nodes read."""
+    """Return the place of the output's gradient; None where nodes read a gradient in between that
+    the operator does not return."""
     inner = chain.gradient
     reader = back[0] if inner is None else _hands(inner, dtype)[0]
     reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
@@ -308,7 +308,7 @@ def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place
 
 def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
     """Return the nodes of the gradients of input, weight and bias, by place; None where the
-    operator's cannot take their place."""
+    operator's gradients cannot replace them."""
     grads: dict[int, Sequence[fx.Node]] = {}
     if not _named(backward)["output_mask"][0]:
         return None
@@ -330,8 +330,8 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
 def _take_scale(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
-    """Take a factor and a term of each sample and channel, as adaptive norms have them; return the
-    chain, their places, and the weights that they become with those that there are."""
+    """Take an adaptive norm's factor and term for each sample and channel; return the chain, their
+    places, and the shapes of the weights that they and the norm's own combine to."""
     nodes: list[fx.Node] = []
     places: list[Place] = []
     dtypes: set[torch.dtype] = set()
@@ -357,7 +357,7 @@ def _take_scale(
 
 
 def _take_conversion(dtype: torch.dtype, chain: Chain) -> Chain:
-    """Take a conversion to `dtype`, which all else follows."""
+    """Take a conversion to `dtype`, if it is the only reader."""
     readers = readers_of(chain.last)
     if val_of(chain.last).dtype is dtype or len(readers) != 1:
         return chain
@@ -366,7 +366,7 @@ def _take_conversion(dtype: torch.dtype, chain: Chain) -> Chain:
 
 
 def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
-    """Take a sum with a residual that lies as kernels read it in both directions."""
+    """Take a sum with a residual whose layout kernels read in both directions."""
     longer = following.take_sum(chain, dtype)
     other = longer.residual
     is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
@@ -374,7 +374,7 @@ def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> C
 
 
 def _may_be_written(node: fx.Node) -> bool:
-    """Return whether the caller may write to a tensor before the backward pass reads it, which
+    """Return whether the caller may write to a tensor that confpred's backward pass reads and
     PyTorch's does not: a result, or an input that nothing else reads."""
 
     def is_result(node: fx.Node) -> bool:
@@ -386,8 +386,8 @@ def _may_be_written(node: fx.Node) -> bool:
 
 
 def _take_activation(back: Sequence[fx.Node], chain: Chain) -> Chain:
-    """Take an activation, in a joint graph one whose gradient the first of `back` alone reads, and
-    the residual's."""
+    """Take an activation; in a joint graph, one whose gradient only the first of `back`, and the
+    residual's gradient, read."""
     if not back:
         return following.take_activation(chain)
     grad = _first(back[0])

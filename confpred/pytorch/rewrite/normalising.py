@@ -1,8 +1,8 @@
-"""Norms: each, with what follows it, becomes one operator a direction.
+"""Norms: each, with its epilogue, becomes one operator a direction.
 
 Both directions of a norm are replaced together, where that is predicted to save GPU time
-(`norm_layers` says which there are). Results of confpred's operators lie as what they read. Nodes
-keep the values of the capture, by which `layouts.keep_strides` finds what lies otherwise now.
+(`norm_layers` finds them). Results of confpred's operators have the layout of their inputs. Nodes
+keep the fake tensors of the capture, so that `layouts.keep_strides` finds results with new strides.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ aten, confpred = torch.ops.aten, torch.ops.confpred
 def lower_norms(
     graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
 ) -> None:
-    """Let confpred compute norms of a graph, in place, where that is predicted to be faster than
-    PyTorch's operators, in both directions together; add the sites of each to `layers`.
-    `operations` are those that are chosen for."""
+    """Replace norms of a graph by confpred's operators in place, where these are predicted to be
+    faster in both directions together; add the sites of all norms to `layers`. `operations` are
+    names of the operations to choose for."""
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
     matches: list[Match] = []
@@ -60,8 +60,8 @@ def lower_norms(
 
 
 def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
-    """Put an operator a direction in the place of a norm with what follows it; `made` are the
-    tensors of numbers that the graph has."""
+    """Replace a norm and its epilogue by an operator a direction; `made` caches the graph's tensors
+    of numbers."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
         for site, choice in zip(both, choices, strict=False):
@@ -140,14 +140,14 @@ def _add_number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.No
 
 
 def _gain_ms(*choices: Choice) -> float:
-    """Return the milliseconds that are saved; none where a direction is PyTorch's."""
+    """Return the milliseconds that both directions save; 0 if PyTorch computes one of them."""
     if any(choosing.why_pytorch(choice) is not None for choice in choices):
         return 0.0
     return sum((c.pytorch_ms or 0.0) - (c.predicted_ms or 0.0) for c in choices)
 
 
 def _insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
-    """Return a new call of `target`, with what is known of another node."""
+    """Return a new call of `target`, with the metadata `meta` of another node."""
     new = graph.call_function(target, args)
     val = target(*fx.map_arg(args, val_of))
     new.meta = meta | {"val": list(val) if isinstance(val, tuple) else val}

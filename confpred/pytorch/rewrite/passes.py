@@ -1,6 +1,6 @@
-"""Passes over any ATen graph of AOTAutograd's, in place.
+"""Passes over ATen graphs of AOTAutograd, in place.
 
-Such graphs are functional, but for copies into mutated inputs at the end.
+Such graphs are functional, except for copies into mutated inputs at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def result_of(node: fx.Node, place: int) -> fx.Node:
-    """Return a new node, behind `node`, of one of its results."""
+    """Return a new node behind `node`: its result number `place`."""
     with node.graph.inserting_after(node):
         item = node.graph.call_function(operator.getitem, (node, place))
     item.meta = node.meta | {"val": val_of(node)[place]}
@@ -96,8 +96,8 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
 
 
 def find_foreign_operator(gm: fx.GraphModule) -> str:
-    """Return an operator of a graph of Dynamo's that may do more than compute, such as print, or
-    wait for other processes; empty if there is none."""
+    """Return an operator of a graph of Dynamo that may have side effects, such as printing, or
+    waiting for other processes; empty if there is none."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     for target in (node.target for graph in graphs for node in graph.nodes):
         name = str(target)
@@ -110,8 +110,8 @@ def find_foreign_operator(gm: fx.GraphModule) -> str:
 
 
 def let_views_copy(graph: fx.Graph) -> None:
-    """Let views copy where tensors lie in memory otherwise than fake ones did at the capture, such
-    as results of a library's convolution in bfloat16, channels last, on a CPU."""
+    """Let views copy where tensors have other strides than the fake ones of the capture, such as
+    results of a library's convolution in bfloat16, channels last, on a CPU."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
@@ -143,7 +143,7 @@ def join_silu_gradients(graph: fx.Graph) -> None:
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Drop copies that serve nothing, such as those of dropout in inference.
+    """Drop redundant copies, such as those of dropout in inference.
 
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.
@@ -183,10 +183,10 @@ def is_alike(a: Any, b: Any) -> bool:
 
 
 def restore_eager_batch_norms(graph: fx.Graph) -> None:
-    """Let batch norms of training be computed by the library that eager mode would take.
+    """Let the library that eager mode would choose compute batch norms in training.
 
-    A capture names PyTorch's own kernels in the place of cuDNN's. The operators that replace them
-    here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
+    A capture has operators of PyTorch's own kernels instead of cuDNN's. The operators that replace
+    them here choose as eager mode does, and pass cuDNN's reserve from forward to backward.
     """
     reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
     for node in list(graph.nodes):
@@ -260,7 +260,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def describe_tensors(graph: fx.Graph) -> None:
-    """Let nodes say that they are tensors as PyTorch's partitioner asks for it up to 2.9."""
+    """Add the metadata by which PyTorch's partitioner recognises tensors up to 2.9."""
     for node in graph.nodes:
         if isinstance(val_of(node), Tensor):
             node.meta.setdefault("tensor_meta", _extract_tensor_metadata(val_of(node)))
@@ -330,8 +330,8 @@ def freeze(
     static: Sequence[int],
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
-    """Return a function that computes at its first call what depends on static inputs alone, keeps
-    the results, and runs the rest, as `compile` returns it, with them at every call."""
+    """Return a function that computes once the nodes that depend on static inputs alone. Each call
+    runs the other nodes, compiled by `compile`, on these kept results."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if written_by(node) for n in node.all_input_nodes}
@@ -380,7 +380,7 @@ def freeze(
 
 
 def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
-    """Let `graph` return copies of what is kept, as its caller may write to them."""
+    """Let `graph` return copies of kept results, as its caller may write to them."""
     output = graph.output_node()
     for node in output.all_input_nodes:
         if node in fixed and node.op != "placeholder":

@@ -33,12 +33,12 @@ class Site:
         name: of the layer, as the network calls it; empty where it is not known.
         direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a batch norm of
             inference that follows no convolution, else its direction.
-        problem: what is computed; None where no confpred kernel is made for it.
-        why: why no kernel is, in words; None where there is a problem.
-        choice: what was chosen; None where nothing is known.
-        fused: operators that became one with it, such as ``("norm", "relu")``.
-        by_layout: of a line or volume, its problem in each layout.
-        sizes: of the input of a norm.
+        problem: the problem to choose for; None if confpred has no kernels for it.
+        why: why there is no problem, in words; None where there is one.
+        choice: the predictor's choice for the problem; None without a choice.
+        fused: operators that are fused into it, such as ``("norm", "relu")``.
+        by_layout: a line's or volume's problem in each layout; empty for others.
+        sizes: input sizes of a norm; empty for others.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Site:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a confpred kernel, or a chosen plan of a library, computes it."""
+        """Whether a confpred kernel, or a chosen library plan, computes it."""
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
     @property
     def reason(self) -> str:
-        """Why PyTorch's operators compute it, in words; nothing where a confpred kernel does."""
+        """Why PyTorch's operators compute it, in words; empty where a confpred kernel does."""
         if self.choice is None:
             return self.why or "no model for this device"
         return choosing.why_pytorch(self.choice) or ""
@@ -68,11 +68,11 @@ class Causal(NamedTuple):
 
     Attributes:
         node: the convolution, or its backward.
-        padding: of the problem, on both sides.
-        cut: as of `ConvNd`.
-        pad: what pads the input of the layer on the left; None where the result is cut.
-        last: the node of the layer's result, of a forward pass.
-        unpadded: nodes of the gradient of `x`, of a backward pass.
+        padding: the problem's padding on both sides.
+        cut: outputs left out at the end, as in `ConvNd`.
+        pad: the node that pads the layer's input on the left; None where the result is cut.
+        last: the node of the layer's result, in a forward pass.
+        unpadded: nodes of the gradient of `x`, in a backward pass.
     """
 
     node: fx.Node
@@ -84,13 +84,13 @@ class Causal(NamedTuple):
 
     @property
     def x(self) -> fx.Node:
-        """The input of the layer, without a padding; another one once its own chain is replaced."""
+        """The input of the layer before padding; read anew, as rewriting replaces nodes."""
         source: Any = arguments_of(self.node) if self.pad is None else self.pad.args
         return source[0]  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> fx.Node:
-        """The gradient of the layer's result, of a backward pass."""
+        """The gradient of the layer's result, in a backward pass."""
         grad: Any = self.node.args[0]
         of_slice = self.pad is None
         return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
@@ -105,8 +105,8 @@ def call_of(
     node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
     **fields: Any,
 ) -> str:  # fmt: skip
-    """Return the arguments that are no tensors of the operator in the place of a convolution, or of
-    its backward; `wishes` are for tensors of other sizes than those of the capture."""
+    """Return the text argument of confpred's operator that replaces `node`, a convolution or its
+    backward; `wishes` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()
     fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
@@ -119,7 +119,7 @@ def call_of(
 
 
 def _hint(site: Site) -> Assignment | None:
-    """Return what is to run for the sizes of the capture."""
+    """Return the assignment for the sizes of the capture; None without a problem."""
     if site.problem is None:
         return None
     candidate = site.choice.candidate if site.choice and site.is_lowered else PYTORCH_OPERATOR

@@ -23,9 +23,9 @@ confpred = torch.ops.confpred
 def lower_convolutions(
     graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, compiled: bool = False
 ) -> list[sites.Site]:
-    """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
-    return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
-    Inductor computes the rest."""
+    """Replace convolutions of a graph, and halves of their backward, by confpred's operators in
+    place, where these are chosen, and return all sites. `wishes` are for tensors of other sizes;
+    `compiled`: whether Inductor compiles the other operators."""
     layers = causal.lower_convolutions(graph, choose, wishes, fuses=False)
     matches = []
     for node in graph.nodes:
@@ -68,8 +68,8 @@ def _replace_convolution(
 
 
 def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
-    """Let a sum of its own compute the gradient of the bias, where no kernel does on its way: the
-    operator's would be PyTorch's, which is several times as slow as Inductor's."""
+    """Compute the gradient of the bias by a separate sum, where no kernel computes it with the
+    filter's: the sum inside PyTorch's operator is several times as slow as Inductor's."""
     mask: Any = node.args[10]
     summing = [s for s in own if sites.is_convolution(s.problem) and s.problem.bias]
     if not mask[2] or any(site.is_lowered for site in summing):

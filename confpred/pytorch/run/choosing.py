@@ -35,15 +35,15 @@ T = TypeVar("T")
 Choose = Callable[[Sequence[Record]], Sequence[Choice | None]]
 #: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
-#: Called with every choice that is made, by who watches.
+#: Callbacks that get every choice that is made, by the name of the watcher.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
-#: Answers for the sizes of a call: choices, launches and how a call is to run.
+#: Choices, launches and other results, by the sizes of a call.
 _cache: dict[Hashable, Any] = {}
 _MOST_CACHED = 65_536
 
 
 def cached(key: Hashable, find: Callable[[], T]) -> T:
-    """Return what `find` finds for `key`, found once until `forget` is called."""
+    """Return ``find()``, cached by `key` until `forget` is called."""
     try:
         answer: T = _cache[key]
     except KeyError:
@@ -55,7 +55,7 @@ def cached(key: Hashable, find: Callable[[], T]) -> T:
 
 
 def is_cached_as_none(key: Hashable) -> bool:
-    """Return whether nothing was found for `key`."""
+    """Return whether the cached result of `key` is None."""
     return _cache.get(key, key) is None
 
 
@@ -172,7 +172,7 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Record], device: Device, wishes: Wishes = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, as `weigh` does, and tell those who watch."""
+    """Choose for each of `problems` on `device`, as `weigh` does, and notify the watchers."""
     choices = weigh(problems, device, wishes)
     for choice in dict.fromkeys(filter(None, choices)):
         announce(choice)
@@ -180,8 +180,8 @@ def choose_many(
 
 
 def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> list[Choice | None]:
-    """Return what would be chosen for each of `problems` on `device`, by one call of the predictor;
-    None where confpred has nothing to say, such as of an unknown device."""
+    """Return the choice for each of `problems` on `device`, by one call of the predictor, without
+    notifying watchers; None where there is no choice, such as on an unknown device."""
     chosen: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
     try:
@@ -244,7 +244,7 @@ def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> 
     """Call `callback` with every choice made inside the block; each shape is chosen again there.
 
     Raises:
-        InvalidInput: somebody of that `name` watches already; None is nobody's.
+        InvalidInput: a watcher of that `name` is active; several may have the name None.
     """
     name = object() if name is None else name
     if _watchers.setdefault(name, callback) is not callback:
@@ -257,14 +257,14 @@ def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> 
 
 
 def announce(choice: Choice) -> None:
-    """Tell those who watch that `choice` is what runs."""
+    """Notify the watchers that `choice` runs."""
     for watcher in list(_watchers.values()):
         watcher(choice)
 
 
 def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
-    if choice.is_guess:  # which is not enough
+    if choice.is_guess:  # PyTorch is not replaced on a guess
         if isinstance(choice.problem, ConvNd):
             return f"{choice.problem.grouping} layers were never sampled"
         dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
@@ -278,7 +278,7 @@ def why_pytorch(choice: Choice) -> str | None:
 
 
 def runs_kernel(choice: Choice) -> bool:
-    """Return whether a confpred kernel, or a library's plan that was chosen, is to run."""
+    """Return whether a confpred kernel or a chosen library plan is to run, and log what runs."""
     reason = why_pytorch(choice)
     if reason is None:
         log.debug("%s: %s %s (%s)", choice.problem, choice.provider, choice.config, choice.source)

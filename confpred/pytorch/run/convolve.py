@@ -1,8 +1,8 @@
 """Convolution of plain tensors, without a record of gradients: forward, and both gradients.
 
-The launch for tensors of some sizes is of a candidate that was chosen when a graph was captured
-(`Hint`), else of one that is chosen now and kept, else PyTorch's operator. A line or volume that is
-the same computation as one of images (`ConvNd.as_conv2d`) is launched as such, on views.
+Tensors of some sizes get the launch of the candidate that was chosen when a graph was captured
+(`Call.hints`), else of one that is chosen now and cached, else PyTorch's operator. A line or volume
+that equals a computation on images (`ConvNd.as_conv2d`) is launched as such, on views.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Call:
 
     Attributes:
         geometry: stride, padding, dilation, groups.
-        mask: of the backward pass.
-        hints: what was assigned when a graph was captured, to the forward pass, or to the gradients
+        mask: gradients that the backward pass computes.
+        hints: assignments made when a graph was captured, of the forward pass, or of the gradients
             of x and of weight; launched where the problem is the same.
         wishes: for choices made now.
-        cut: how many places are left out at the end of the last axis; as of `ConvNd`.
-        output_padding: of a transposed convolution; none of others.
+        cut: outputs left out at the end of the last axis, as in `ConvNd`.
+        output_padding: of a transposed convolution; empty for others.
     """
 
     geometry: Geometry
@@ -76,7 +76,7 @@ class Call:
         return stride, padding, dilation, bool(self.output_padding), more, groups
 
     def biases(self, weight: Tensor) -> int:
-        """Return how many channels the result has: a transposed layer has its filters turned."""
+        """Return the result's channels; a transposed layer's filters are (C, K / groups, ...)."""
         return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
 
     def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:
@@ -120,8 +120,8 @@ def layer_of(
     direction: str, image: Sequence[int], filters: Sequence[int], dtype: torch.dtype,
     geometry: Geometry, layout: str = "channels_last", **fields: Any,
 ) -> Problem | ConvNd | None:  # fmt: skip
-    """Return what is computed of a layer of any rank; None for what nobody describes. `image` and
-    `filters` are N, C, ... and K, C / groups, ... in every direction; `fields` are further ones."""
+    """Return the problem of a layer of any rank; None if no record describes it. `image` is
+    (N, C, ...) and `filters` (K, C / groups, ...) in every direction; `fields` are further ones."""
     stride, padding, dilation, groups = geometry
     rank = len(filters) - 2
     if dtype not in DTYPES or len(image) != len(filters) or not 1 <= rank <= MAX_RANK:
@@ -142,8 +142,8 @@ def layer_of(
 
 
 def problem_of(*layer: Any, **fields: Any) -> Problem | ConvNd | None:
-    """Return the problem that is chosen for, of a layer as of `layer_of`: of images where one of
-    them is the same."""
+    """Return the problem to choose for: that of `layer_of`, as one of images where these compute
+    the same."""
     problem = layer_of(*layer, **fields)
     return problem.as_conv2d() or problem if isinstance(problem, ConvNd) else problem
 
@@ -179,7 +179,7 @@ def sums_bias(groups: int) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Return whether PyTorch is set to compute what is the same to the bit each time."""
+    """Return whether PyTorch is set to deterministic algorithms."""
     return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
 
 
@@ -214,7 +214,7 @@ def forward_launch(
     if not alike(x, weight, bias, residual) or not _is_read(x):
         return None
     if bias is not None and bias.shape != (call.biases(weight),):
-        return None  # PyTorch says what is wrong
+        return None  # PyTorch raises the error
     has_bias, has_residual = bias is not None, residual is not None
     fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
     return _find("fprop", x, weight, call, fields, None if residual is None else residual.shape)

@@ -1,7 +1,8 @@
 """Batch norms by known statistics, folded for all layers of a graph in one launch.
 
 A layer with a filter gets the filter times the norm's scale, and a bias; others get scale and shift
-in float32 (``kernels/fold.cu``). The launch is in the captured graph, so no write can be missed.
+in float32 (``kernels/fold.cu``). The launch is part of the captured graph, so writes to weights and
+statistics take effect.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tens
 
 
 def _of_image(t: Tensor) -> Tensor:
-    """Return a filter of any rank as that of an image. It has its memory where it is channels last
-    or first: a line is of height 1, and a volume's depth and height are one axis."""
+    """Return a filter of any rank as that of an image, a view if it is channels last or first: a
+    line has height 1, and a volume's depth and height become one axis."""
     return t.unsqueeze(2) if t.dim() == 3 else t.flatten(2, 3) if t.dim() == 5 else t
 
 

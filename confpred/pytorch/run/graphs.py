@@ -114,7 +114,7 @@ class Recording:
 
     Attributes:
         graph: the CUDA graph.
-        switches: those that were in force.
+        switches: PyTorch's switches at the recording.
         why: why there is no graph; None where there is one.
         buffers: where inputs are copied to, by place.
         addresses: of the inputs that are read where they are, by place.
@@ -492,7 +492,7 @@ def _end(graph: Any) -> None:
 
 
 def _switches() -> tuple[bool, ...]:
-    """Return PyTorch's switches that decide how a recorded graph computes, and no guard knows."""
+    """Return PyTorch's switches that a recorded graph depends on and no guard of Dynamo checks."""
     cudnn = torch.backends.cudnn
     return (
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, convolutions_allow_tf32(),

@@ -1,4 +1,4 @@
-"""Operators of PyTorch's that compute a dense convolution with what follows it.
+"""PyTorch's operators that compute a dense convolution with its epilogue.
 
 cuDNN adds bias and residual and applies ReLU before it stores, cuBLAS the bias of a product: a pass
 over the output less (``benchmarks/kernels/pytorch_epilogues.py``). A convolution of one pixel an
@@ -58,7 +58,7 @@ def multiply_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 class FusedOperator:
-    """One operator of PyTorch's for a problem that `is_one_operator`."""
+    """The one PyTorch operator of a problem for which `is_one_operator` holds."""
 
     def __init__(self, problem: Problem) -> None:
         self.assignment = Assignment(problem)

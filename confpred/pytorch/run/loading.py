@@ -149,8 +149,8 @@ def _strided(shape: Sequence[int], layout: str) -> tuple[tuple[int, ...], tuple[
 
 
 def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
-    """Return the launch of `assignment`, whatever it needs, on CUDA device `ordinal`; raises
-    `CompileError`, `LaunchError` or `MissingExtra` where a kernel or a plan cannot be had."""
+    """Return the launch of `assignment` on CUDA device `ordinal`, without limits; raises
+    `CompileError`, `LaunchError` or `MissingExtra` where a kernel or a plan cannot be made."""
     problem = assignment.problem
     with torch.cuda.device(ordinal):
         runner = Loader(operation_of(problem), problem, ordinal).runner(assignment.launch)
@@ -158,7 +158,7 @@ def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
 
 
 def choose_and_load(problem: Record, ordinal: int, wishes: Wishes = ANY) -> ReadyLaunch | None:
-    """Return the launch that is chosen for `problem` now; None for PyTorch's operator."""
+    """Choose for `problem` now, and return the launch; None for PyTorch's operator."""
     choice = choosing.choose(problem, ordinal, wishes)
     if choice is None or not runs_kernel(choice):
         return None
@@ -185,7 +185,7 @@ def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> Re
 
 
 def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
-    """Return whether `load` was asked for `choice` and found no launch."""
+    """Return whether `load` has tried to load `choice` and failed."""
     limits = limits_for(choice.problem, limits)
     return choosing.is_cached_as_none(("launch", Assignment.of(choice), ordinal, limits))
 
@@ -195,7 +195,7 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
     loader = Loader(operation_of(problem), problem, ordinal)
     for assigned in _from_on(assignment, ordinal, limits):
         launch = assigned.launch
-        if limits.allow(problem, launch):  # they may be others since it was chosen
+        if limits.allow(problem, launch):  # limits may have changed since the choice
             try:
                 runner = loader.runner(launch)
             except (CompileError, LaunchError, MissingExtra) as error:
@@ -204,7 +204,7 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
                     continue
                 if launch.plan is None:
                     log.warning("falling back to PyTorch for %s: %s", problem, error)
-                else:  # a reason that holds for every problem
+                else:  # such as a missing cuDNN: the same for every problem
                     warn_once(f"falling back to PyTorch: {error}")
                 return None
             if limits.allow(problem, runner.launch):
@@ -229,8 +229,8 @@ def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[A
 
 
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
-    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; one
-    that cannot be had is left to the call that needs it."""
+    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; the
+    call that needs one that fails falls back to PyTorch."""
     assignments = [Assignment.of(choice) for choice in choices if runs_kernel(choice)]
     for assignment in assignments:
         compile_soon(assignment.launch, ordinal)

@@ -1,10 +1,10 @@
 """Norms, each with its activation and residual as one operator a direction.
 
     forward    norm -> [+ residual] -> [activation]
-    backward   the gradient of that, whose argument of the activation is computed again
+    backward   the gradient of that; the activation's argument is recomputed
 
-So the normalised tensor is neither stored nor read again. A call of other sizes, or one that no
-kernel takes, computes the same by PyTorch's operators.
+So the normalised tensor is neither stored nor read again. Calls of other sizes, and calls without a
+kernel, compute the same by PyTorch's operators.
 
 `forward` and `backward` are batch norm. `group_forward` and `group_backward` are the norms that
 `confpred.problem.norm_of_groups` describes: of images with their channels in dimension 1, channels
@@ -40,7 +40,7 @@ def problem_of(
     shape: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     affine: bool, frozen: bool,
 ) -> BatchNorm | None:  # fmt: skip
-    """Return the problem of a batch norm of images N, C, H, W; None where there is none."""
+    """Return the problem of a batch norm of images N, C, H, W; None if no record describes it."""
     n, c, h, w = shape
     try:
         return BatchNorm(
@@ -55,8 +55,8 @@ def group_problem_of(
     sizes: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     weights: Sequence[Tensor], centred: bool,
 ) -> Norm | None:  # fmt: skip
-    """Return the problem of a norm of samples, pixels, channels and groups; None where there is
-    none. `weights` are a weight, or a weight and a bias; a matrix has a row for each sample."""
+    """Return the problem of a norm of samples, pixels, channels and groups; None if no record
+    describes it. `weights` are weight and bias, if any; a matrix has a row for each sample."""
     n, p, c, groups = sizes
     try:
         return Norm(
@@ -81,8 +81,8 @@ def _launch(
     images: Sequence[Tensor | None], weights: Sequence[Tensor | None],
     statistics: Sequence[Tensor], text: str,
 ) -> tuple[Any, ReadyLaunch | None, list[Any]]:  # fmt: skip
-    """Return the problem that was assigned, the launch for these tensors, and `images` as it reads
-    them; no launch for PyTorch's operators."""
+    """Return the assigned problem, its launch, and `images` laid out for it; the launch is None
+    where PyTorch's operators compute these tensors."""
     assigned = Assignment.read(text)
     p: Any = assigned.problem
     tensors, affine = ([t for t in group if t is not None] for group in (images, weights))
@@ -116,8 +116,8 @@ def _gradients(
     ready: ReadyLaunch, images: Sequence[Tensor | None], vectors: Sequence[Tensor | None],
     numbers: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch a backward pass: return gradients of the input, weight, bias and residual, empty for
-    one that is not there. `images` are the output's gradient, the input and the residual, `vectors`
+    """Launch a backward pass, and return the gradients of input, weight, bias and residual, empty
+    for an absent one. `images` are the output's gradient, the input and the residual; `vectors`
     begin with weight and bias."""
     x: Any = images[1]
     empty, results = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
@@ -132,11 +132,12 @@ def forward(
     running_mean: Tensor, running_var: Tensor, numbers: Sequence[Tensor], momentum: float,
     eps: float, text: str, *, in_place: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics; return it, their
-    mean, 1 over the root of variance and `eps`, and the new running statistics, which are written
-    to `running_mean` and `running_var` where it is `in_place`. All but the first are empty for a
-    frozen one. `numbers` are `eps` and `momentum` where kernels read them: the graph makes them, as
-    memory that outlives it would be in the pool of its CUDA graph."""
+    """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics.
+
+    Return it, the mean, ``1 / sqrt(variance + eps)`` and the new running statistics, which are also
+    written to `running_mean` and `running_var` if `in_place`. For a frozen norm all but the first
+    are empty. `numbers` are device tensors of `eps` and `momentum` for kernels. The graph makes
+    them: tensors that outlive it must not be in the memory pool of its CUDA graph."""
     vectors = (weight, bias, running_mean, running_var)
     p, ready, images = _launch([x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
@@ -165,9 +166,9 @@ def backward(
     residual: Tensor | None, mean: Tensor, invstd: Tensor, numbers: Sequence[Tensor], eps: float,
     text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there. A frozen one takes the running statistics for `mean` and `invstd`, and
-    `eps` in `numbers` too."""
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
+    absent one. A frozen norm gets the running mean and variance as `mean` and `invstd`, and `eps`
+    in `numbers`."""
     vectors = (weight, bias, mean, invstd)
     p, ready, images = _launch([out_grad, x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
@@ -201,8 +202,8 @@ def group_forward(
     numbers: Sequence[Tensor], eps: float, text: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``activation(norm(x) + residual)``; return it with the mean, empty where none is
-    subtracted, and 1 over the root of variance and `eps`, of (samples, groups) in float32.
-    Adaptive weights are of (samples, channels). `numbers` are as of `forward`."""
+    subtracted, and ``1 / sqrt(variance + eps)``, both (samples, groups) in float32. Adaptive
+    weights are (samples, channels). `numbers` are as in `forward`."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     p, ready, images = _launch([x, residual], [weight, bias], [], text)
     mean = x.new_empty(0, dtype=torch.float32)
@@ -220,8 +221,8 @@ def group_backward(
     out_grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, mean: Tensor, invstd: Tensor, text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there. Weights are not adaptive."""
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
+    absent one. Weights are not adaptive."""
     p, ready, images = _launch([out_grad, x, residual], [weight, bias], [mean, invstd], text)
     if ready is not None:
         return _gradients(ready, images, (weight, bias, mean if p.centred else None, invstd), [])
@@ -269,14 +270,14 @@ def _normalise(
 
 
 def _rows(p: Norm, t: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `t` as samples, channels and pixels, as PyTorch's operators read it. As autocast has
-    it, it is in float32 where the weights have another dtype."""
+    """Return `t` as (samples, channels, pixels), as PyTorch's operators take it; in float32 where
+    the weights have another dtype, as under autocast."""
     t = t.float() if weight is not None and weight.dtype is not t.dtype else t
     return t.reshape(-1, t.shape[-1], 1) if p.p == 1 else t.flatten(2).contiguous()
 
 
 def _dense(p: Any, t: Tensor) -> Tensor:
-    """Return `t` as kernels read it."""
+    """Return `t` in the layout that kernels read."""
     is_rows = isinstance(p, Norm) and p.p == 1
     return t.resolve_neg().contiguous() if is_rows else dense(t)
 

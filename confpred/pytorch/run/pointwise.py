@@ -1,4 +1,4 @@
-"""One kernel for what follows a convolution, in the place of one a step.
+"""One kernel for the epilogue of a convolution: bias, residual and activation.
 
 Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 """
@@ -116,7 +116,7 @@ def scale_shift_kernel(channels: int, dtype: str, *, residual: bool, activation:
 
 
 def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
-    """Launch `kernel` on the current stream; return False where it cannot be had."""
+    """Launch `kernel` on the current stream; return False where it cannot be loaded."""
     ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
 
     def bind() -> Enqueue | None:

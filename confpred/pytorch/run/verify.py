@@ -1,4 +1,4 @@
-"""Measured choices: the prediction names the candidates, the GPU at hand decides.
+"""Choices by measurement on this GPU, among the candidates that the model predicts to be fastest.
 
 ``verify=3``          the best predictions and PyTorch's operator are timed when a graph is
                       captured, on random operands of the same sizes.
@@ -53,7 +53,7 @@ def choose_fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> 
         return predicted
     within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
-    # A measurement needs no trust in the model of another device.
+    # Predictions of another device's model are good enough to name candidates.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
     candidates = [c for c in own if choosing.runs_kernel(c)][:top]
     try:
@@ -124,17 +124,17 @@ def time_in_turns(
 class Rivals:
     """A captured graph that was compiled with confpred's choices, and without.
 
-    The first call times both as they run from then on, forward and backward together, and keeps
-    the faster. The program sees nothing of it: gradients go nowhere, and random numbers and inputs
-    that the graph writes to get back what they had. Else confpred's choices are kept untimed.
+    The first call times both, forward and backward together, and keeps the faster. The timing has
+    no side effects: gradients are dropped, and the state of random numbers and the inputs that the
+    graph writes to are restored. Where that is impossible, confpred's choices are kept untimed.
 
     Args:
-        ours, others: take the inputs of the graph.
-        written: places of the inputs that it writes to.
-        decided: called once, with whether `ours` is kept, and why.
+        chosen, plain: functions of the graph's inputs, with confpred's choices and without.
+        written: places of the inputs that the graph writes to.
+        on_decision: called once, with whether `chosen` is kept, and why.
     """
 
-    confpred_capture: Any  # what `confpred.status` knows of it
+    confpred_capture: Any  # the capture, for `confpred.status`
 
     def __init__(
         self, chosen: Callable[..., Any], plain: Callable[..., Any], written: Sequence[int],
@@ -169,8 +169,8 @@ class Rivals:
 
 
 def _why_untimed(inputs: Sequence[Any], written: Sequence[Tensor]) -> str:
-    """Return why the program would see further calls of a graph with these inputs, in words; empty
-    if it would not."""
+    """Return why further calls of a graph with these inputs would have side effects, in words;
+    empty if they have none."""
     if any(isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) for x in inputs):
         return "an input is of a subclass of Tensor"
     if any(x.requires_grad or x._is_view() or x.is_inference() for x in written):

@@ -171,6 +171,6 @@ def test_a_network_that_cannot_be_captured_runs_as_it_is(captured, caplog, monke
     for _ in range(2):
         torch.testing.assert_close(optimized(images()), plain(images()))
     (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "runs as it is, as its capture failed: ValueError: no such graph" in said
+    assert "runs in eager mode, as its capture failed: ValueError: no such graph" in said
     with pytest.raises(ConfpredError, match="no such graph"):
         confpred.optimize(plain, images())
