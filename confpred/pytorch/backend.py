@@ -38,7 +38,7 @@ from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, pas
 from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, verify
-from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.graphs import GraphMemory, make_replayable, memory_of_inference
 from confpred.pytorch.run.loading import compile_ahead
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
@@ -83,11 +83,11 @@ class Options:
         counted = type(self.verify) is int and 0 <= self.verify <= 8
         if not counted and self.verify != NETWORK:
             raise InvalidInput("verify", self.verify, f"an integer from 0 to 8, or {NETWORK!r}")
-        _ = self.wishes
+        _ = self.constraints
 
     @property
-    def wishes(self) -> Wishes:
-        return Wishes(self.limits, self.max_regret)
+    def constraints(self) -> Constraints:
+        return Constraints(self.limits, self.max_regret)
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Options:
@@ -317,7 +317,7 @@ class Compiler:
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
         self.capture.doing = "confpred chooses, and compiles kernels"
-        self.sites += replace(graph, choose, self.options.wishes)
+        self.sites += replace(graph, choose, self.options.constraints)
 
     def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
         """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
@@ -378,14 +378,14 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
         top = options.verify
         if isinstance(top, int) and top and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                how = ordinal, top, options.wishes
+                how = ordinal, top, options.constraints
                 by_problem: dict[Record, Choice | None] = {
-                    p: verify.choose_fastest(p, *how) for p in dict.fromkeys(convolutions)
+                    p: verify.find_best(p, *how) for p in dict.fromkeys(convolutions)
                 }
             others = [problem for problem in problems if problem not in by_problem]
             by_problem |= zip(others, choose(others) if others else (), strict=True)
             return [by_problem[problem] for problem in problems]
-        choices = choosing.choose_on(problems, ordinal, options.wishes)
+        choices = choosing.choose_on(problems, ordinal, options.constraints)
         distinct = dict.fromkeys(choice for choice in choices if choice is not None)
         compile_ahead(list(distinct), ordinal, options.limits)
         return choices

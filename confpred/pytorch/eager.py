@@ -26,7 +26,7 @@ from confpred.problem.activation import activated
 from confpred.problem.conv import MAX_RANK
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch.run import choosing, convolve
-from confpred.pytorch.run.choosing import ANY, Wishes
+from confpred.pytorch.run.choosing import ANY, Constraints
 from confpred.pytorch.run.convolve import Axes, Call, Geometry
 from confpred.pytorch.run.loading import dense, is_channels_last
 from confpred.pytorch.run.pointwise import activation_named
@@ -39,8 +39,8 @@ _KINDS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PYTORCH: tuple[Callable[..., Tensor], ...] = tuple(kind._conv_forward for kind in _KINDS)
 _lock = threading.Lock()
 #: Settings of each `enable` without a `disable` yet, and a function that undoes its plan.
-_former: list[tuple[Wishes, Callable[[], None] | None]] = []
-_wishes = ANY
+_former: list[tuple[Constraints, Callable[[], None] | None]] = []
+_constraints = ANY
 
 
 def conv2d(
@@ -130,7 +130,7 @@ def _convolution(
 ) -> Tensor:  # fmt: skip
     """Compute `convolution` of tensors of `dims` dimensions."""
     name = activation_named(activation)
-    wishes = ANY if limits is None else Wishes(limits)
+    constraints = ANY if limits is None else Constraints(limits)
     tensors = (("x", x, dims), ("weight", weight, dims), ("bias", bias, 1))
     for argument, tensor, rank in (*tensors, ("residual", residual, dims)):
         if tensor is not None and tensor.dim() != rank:
@@ -147,7 +147,7 @@ def _convolution(
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
         return pytorch(x, weight, bias, *geometry)  # type: ignore[no-any-return]  # its error
-    call = Call(geometry, wishes=wishes)
+    call = Call(geometry, constraints=constraints)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
         out = ConvolutionFunction.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
@@ -244,23 +244,23 @@ def enable(
         InvalidInput: an argument is not allowed, or `plan` was made for another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
-    global _wishes
-    wishes = Wishes(limits, max_regret)
+    global _constraints
+    constraints = Constraints(limits, max_regret)
     undo = None if plan is None else choosing.use_plan(Path(plan))
     with uninterrupted, _lock:
-        _former.append((_wishes, undo))
-        _wishes = wishes
+        _former.append((_constraints, undo))
+        _constraints = constraints
         for kind, method in zip(_KINDS, _CONFPRED, strict=True):
             kind._conv_forward = method
 
 
 def disable() -> None:
     """Undo the latest `enable`, its settings and its plan included; without one, do nothing."""
-    global _wishes
+    global _constraints
     with uninterrupted, _lock:
         if not _former:
             return
-        _wishes, undo = _former.pop()
+        _constraints, undo = _former.pop()
         if undo is not None:
             undo()
         if not _former:
@@ -300,7 +300,7 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
         call = Call(
             (self.stride, self.padding, self.dilation, self.groups),
             mask=needs if torch.is_grad_enabled() else (False, False, False),
-            wishes=_wishes,
+            constraints=_constraints,
         )
         key = (
             call, input.shape, weight.shape, input.dtype, weight.dtype, cast_dtype(input),
@@ -325,7 +325,7 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     forward = convolve.forward_launch(x, weight, bias, None, call)
     launches = (forward, *convolve.backward_launches(x, weight, call))
     assigned = [launch.assignment for launch in launches if launch is not None]
-    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.wishes)
+    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.constraints)
     saved = 0.0
     for assignment, choice in zip(assigned, choices, strict=True):
         if choice is None:

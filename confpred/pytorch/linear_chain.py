@@ -16,7 +16,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch.eager import is_plain
-from confpred.pytorch.run.choosing import Wishes, cached
+from confpred.pytorch.run.choosing import Constraints, cached
 from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, choose_and_load
 from confpred.pytorch.run.pointwise import activation_named
 
@@ -63,7 +63,7 @@ def linear_chain(
     if biases is not None and len(biases) != len(weights):
         allowed = f"one for each of {len(weights)} weights, or None"
         raise InvalidInput("biases", f"{len(biases)} biases", allowed)
-    bound = UNLIMITED if limits is None else Wishes(limits).limits
+    bound = UNLIMITED if limits is None else Constraints(limits).limits
     bound = bound if max_error is None else replace(bound, max_error=max_error)
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)
@@ -105,7 +105,7 @@ def _launch(
         return None
 
     def find() -> ReadyLaunch | None:
-        return choose_and_load(problem, ordinal, Wishes(limits))
+        return choose_and_load(problem, ordinal, Constraints(limits))
 
     return cached(("chain", problem, ordinal, limits), find)
 

@@ -192,8 +192,7 @@ def device_named(name: str) -> torch.device:
 
 def versions(device: torch.device) -> dict[str, str]:
     """Return the version of PyTorch, and the name of the device."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else str(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {"torch": torch.__version__, "device": name}
 
 

@@ -19,7 +19,7 @@ from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, val_of
 from confpred.pytorch.rewrite.sites import Causal
-from confpred.pytorch.run import choosing
+from confpred.pytorch.run.choosing import Choose, Constraints
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
 from confpred.pytorch.run.loading import layout_of
 
@@ -28,7 +28,7 @@ _PATTERNS = (following.take_sum, following.take_activation)
 
 
 def lower_convolutions(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, *, fuses: bool
+    graph: fx.Graph, choose: Choose, constraints: Constraints, *, fuses: bool
 ) -> list[sites.Site]:
     """Replace the causal layers of a graph by confpred's operators in place, where these are
     chosen, and return their sites. `fuses`: whether epilogues are fused, as in inference."""
@@ -38,7 +38,7 @@ def lower_convolutions(
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
             layer = match_padded(node) or match_cut(node)
             if layer is not None:
-                matches.append(_match(layer, wishes, fuses, claimed))
+                matches.append(_match(layer, constraints, fuses, claimed))
     matches.reverse()
     if matches:
         choose_and_replace(graph, matches, choose)
@@ -122,7 +122,7 @@ def _constant(number: Any) -> int | None:
     return constant or None
 
 
-def _match(layer: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
+def _match(layer: Causal, constraints: Constraints, fuses: bool, claimed: set[fx.Node]) -> Match:
     node = layer.node
     fields: dict[str, Any] = {"causal": layer}
     if node.target is sites.CONVOLUTION:
@@ -135,31 +135,31 @@ def _match(layer: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.
         named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
         site = sites.site_of(node, "fprop", **fields, **named)
         site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
-        return Match([site], partial(_replace, layer, chain, site, wishes))
+        return Match([site], partial(_replace, layer, chain, site, constraints))
     mask: Any = node.args[10]
     sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
     of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
     own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
     own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]
-    return Match(own, partial(_replace_backward, layer, own, wishes))
+    return Match(own, partial(_replace_backward, layer, own, constraints))
 
 
 def _replace(
-    layer: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
+    layer: Causal, chain: following.Chain, site: sites.Site, constraints: Constraints
 ) -> None:
     if not site.is_lowered:
         return
     node = layer.node
-    call = sites.call_of(node, [site], wishes, layer, activation=chain.activation)
+    call = sites.call_of(node, [site], constraints, layer, activation=chain.activation)
     operands = (layer.x, node.args[1], None, node.args[2], chain.residual)
     put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
 
 
-def _replace_backward(layer: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
+def _replace_backward(layer: Causal, own: list[sites.Site], constraints: Constraints) -> None:
     if not any(site.is_lowered for site in own):
         return
     node = layer.node
-    call = sites.call_of(node, own, wishes, layer)
+    call = sites.call_of(node, own, constraints, layer)
     weight = node.args[2]
     new = put_in_place(node, confpred.conv2d_backward.default, (layer.grad, layer.x, weight, call))
     for item in [item for item in new.users if item.args[1] == 0]:

@@ -37,27 +37,27 @@ _PATTERNS = (following.take_norm, following.take_sum, following.take_activation)
 
 
 def fuse(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any],
-    device: Device | None = None,
+    graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
+    inputs: Sequence[Any], device: Device | None = None,
 ) -> list[sites.Site]:  # fmt: skip
     """Rewrite a graph of inference in place, and return its convolutions and norms in order.
 
     Args:
         graph: the graph to rewrite.
-        choose, wishes: the function that chooses, and its settings, for tensors of other sizes.
+        choose, constraints: the function that chooses, and its constraints, for other sizes.
         inputs: values of the graph's inputs; empty if they are unknown.
         device: the device for which Inductor compiles the other operators; None without Inductor.
     """
-    layers = causal.lower_convolutions(graph, choose, wishes, fuses=True)
+    layers = causal.lower_convolutions(graph, choose, constraints, fuses=True)
     places = graph.find_nodes(op="placeholder")
     values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
     chains = _chains(graph)
     if device is not None:
-        chains = _shorten_chains(chains, device, wishes)
+        chains = _shorten_chains(chains, device, constraints)
     matches = []
     for chain in chains:
         site = _site(chain, values)
-        put = partial(_replace, chain, site, wishes, device is None)
+        put = partial(_replace, chain, site, constraints, device is None)
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
         matches.append(Match([site], put, *ends))
@@ -88,7 +88,7 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
 
 
 def _shorten_chains(
-    chains: Sequence[following.Chain], device: Device, wishes: choosing.Wishes
+    chains: Sequence[following.Chain], device: Device, constraints: choosing.Constraints
 ) -> list[following.Chain]:
     """Return `chains`, cut to the convolution where that, and Inductor's pass behind it, are
     expected to be faster than one operator."""
@@ -99,7 +99,7 @@ def _shorten_chains(
             biased = replace(problem, activation="none", residual=False)
             asked[chain] = [problem, biased, replace(biased, bias=False)]
     problems = dict.fromkeys(problem for group in asked.values() for problem in group)
-    choices = dict(zip(problems, choosing.weigh([*problems], device, wishes), strict=True))
+    choices = dict(zip(problems, choosing.weigh([*problems], device, constraints), strict=True))
 
     taken: set[fx.Node] = set()  # by one operator with more than a convolution in it
 
@@ -182,7 +182,7 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
 
 
 def _replace(
-    chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
+    chain: following.Chain, site: sites.Site, constraints: choosing.Constraints, has_pass: bool
 ) -> None:
     """Replace `chain` by one operator, if that saves launches or runs a confpred kernel.
     `has_pass`: whether confpred's pass may compute the epilogue of PyTorch's convolution."""
@@ -204,7 +204,7 @@ def _replace(
         arguments = (x, scale, bias, chain.residual, chain.activation)
         put_in_place(chain.last, confpred.scale_shift.default, arguments)
     else:
-        call = sites.call_of(node, [site], wishes, activation=chain.activation)
+        call = sites.call_of(node, [site], constraints, activation=chain.activation)
         operands = (x, weight, scale, bias, chain.residual)
         put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
 

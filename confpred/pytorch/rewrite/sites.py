@@ -102,14 +102,14 @@ class Causal(NamedTuple):
 
 
 def call_of(
-    node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
-    **fields: Any,
+    node: fx.Node, sites: Sequence[Site], constraints: choosing.Constraints,
+    causal: Causal | None = None, **fields: Any,
 ) -> str:  # fmt: skip
     """Return the text argument of confpred's operator that replaces `node`, a convolution or its
-    backward; `wishes` are for tensors of other sizes than those of the capture."""
+    backward; `constraints` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()
-    fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
+    fields |= {"constraints": constraints, "cut": 0 if causal is None else causal.cut}
     if arguments_of(node)[6]:
         fields["output_padding"] = tuple(arguments_of(node)[7])
     if node.target is CONVOLUTION:

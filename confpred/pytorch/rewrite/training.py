@@ -21,12 +21,13 @@ confpred = torch.ops.confpred
 
 
 def lower_convolutions(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, compiled: bool = False
-) -> list[sites.Site]:
+    graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
+    compiled: bool = False,
+) -> list[sites.Site]:  # fmt: skip
     """Replace convolutions of a graph, and halves of their backward, by confpred's operators in
-    place, where these are chosen, and return all sites. `wishes` are for tensors of other sizes;
-    `compiled`: whether Inductor compiles the other operators."""
-    layers = causal.lower_convolutions(graph, choose, wishes, fuses=False)
+    place, where these are chosen, and return all sites. `constraints` are for tensors of other
+    sizes; `compiled`: whether Inductor compiles the other operators."""
+    layers = causal.lower_convolutions(graph, choose, constraints, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -42,7 +43,7 @@ def lower_convolutions(
             fields: Any = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
-        put = partial(_replace_convolution, node, own, wishes, compiled)
+        put = partial(_replace_convolution, node, own, constraints, compiled)
         ends: Any = ()
         if any(site.by_layout for site in own):
             ends = ([image], [node])
@@ -53,13 +54,13 @@ def lower_convolutions(
 
 
 def _replace_convolution(
-    node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes, compiled: bool
+    node: fx.Node, own: list[sites.Site], constraints: choosing.Constraints, compiled: bool
 ) -> None:
     if not any(site.is_lowered for site in own):
         return
     if compiled and node.target is sites.CONVOLUTION_BACKWARD:
         _sum_apart(node, own)
-    call = sites.call_of(node, own, wishes)
+    call = sites.call_of(node, own, constraints)
     if node.target is sites.CONVOLUTION:
         x, weight, bias = node.args[:3]
         put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call))

@@ -73,7 +73,7 @@ def warn_once(message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Constraints:
     """Bounds that a caller sets on choices.
 
     Attributes:
@@ -90,7 +90,7 @@ class Wishes:
         check_max_regret(self.max_regret)
 
 
-ANY = Wishes()
+ANY = Constraints()
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -170,26 +170,28 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 
 
 def choose_many(
-    problems: Sequence[Record], device: Device, wishes: Wishes = ANY
+    problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on `device`, as `weigh` does, and notify the watchers."""
-    choices = weigh(problems, device, wishes)
+    choices = weigh(problems, device, constraints)
     for choice in dict.fromkeys(filter(None, choices)):
         announce(choice)
     return choices
 
 
-def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> list[Choice | None]:
+def weigh(
+    problems: Sequence[Record], device: Device, constraints: Constraints = ANY
+) -> list[Choice | None]:
     """Return the choice for each of `problems` on `device`, by one call of the predictor, without
     notifying watchers; None where there is no choice, such as on an unknown device."""
     chosen: dict[Record, Choice] = {}
-    kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
+    kinds = {p: (operation_of(p).name, limits_for(p, constraints.limits)) for p in problems}
     try:
         for kind in dict.fromkeys(kinds.values()):
             group = [problem for problem, own in kinds.items() if own == kind]
             operation, limits = kind
             within = current_predictor(operation).within(limits)
-            choices = within.choose_many(group, device, max_regret=wishes.max_regret)
+            choices = within.choose_many(group, device, max_regret=constraints.max_regret)
             chosen.update(zip(group, choices, strict=True))
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
@@ -198,20 +200,20 @@ def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> l
     return [chosen.get(problem) for problem in problems]
 
 
-def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
+def choose(problem: Record, ordinal: int, constraints: Constraints = ANY) -> Choice | None:
     """Choose for `problem` on CUDA device `ordinal`; None for a device without a description."""
-    return choose_on([problem], ordinal, wishes)[0]
+    return choose_on([problem], ordinal, constraints)[0]
 
 
 def choose_on(
-    problems: Sequence[Record], ordinal: int, wishes: Wishes = ANY
+    problems: Sequence[Record], ordinal: int, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on CUDA device `ordinal`, as `choose_many` does, and warn once
     where its driver or cuDNN differ from those of the model's measurements."""
     device = device_of(ordinal)
     if device is None:
         return [None] * len(problems)
-    choices = choose_many(problems, device, wishes)
+    choices = choose_many(problems, device, constraints)
     try:
         predictor = current_predictor(operation_of(problems[0]).name)
         model = predictor.models.get(device.key)

@@ -25,7 +25,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.run import library, loading
-from confpred.pytorch.run.choosing import ANY, Wishes, cached
+from confpred.pytorch.run.choosing import ANY, Constraints, cached
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import (
     DTYPES,
@@ -55,7 +55,7 @@ class Call:
         mask: gradients that the backward pass computes.
         hints: assignments made when a graph was captured, of the forward pass, or of the gradients
             of x and of weight; launched where the problem is the same.
-        wishes: for choices made now.
+        constraints: for choices made now.
         cut: outputs left out at the end of the last axis, as in `ConvNd`.
         output_padding: of a transposed convolution; empty for others.
     """
@@ -64,7 +64,7 @@ class Call:
     activation: str = "none"
     mask: Mask = (False, False, False)
     hints: tuple[Assignment | None, ...] = (None, None)
-    wishes: Wishes = ANY
+    constraints: Constraints = ANY
     cut: int = 0
     output_padding: Axes = ()
 
@@ -99,9 +99,9 @@ class Call:
         """Return this call as one text; `read` is the way back."""
         hints = [hint and hint.to_json() for hint in self.hints]
         common = [self.geometry, self.activation, self.mask, hints]
-        limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
-        rare = (self.cut, self.output_padding)
-        return text_of([*common, limits, max_regret, *(rare if any(rare) else ())])
+        limits, rare = self.constraints.limits.to_json(), (self.cut, self.output_padding)
+        bounds = [list(limits.values()), self.constraints.max_regret]
+        return text_of([*common, *bounds, *(rare if any(rare) else ())])
 
     @staticmethod
     @lru_cache(MOST_READ)
@@ -112,7 +112,7 @@ class Call:
         return Call(
             (*map(tuple, axes), groups), activation, tuple(mask),
             tuple(hint and Assignment.from_json(hint) for hint in hints),
-            Wishes(Limits(*limits), max_regret), cut, tuple(more),
+            Constraints(Limits(*limits), max_regret), cut, tuple(more),
         )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def _find(
 ) -> Ready | None:  # fmt: skip
     """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution, as for a
     `residual` that is broadcast."""
-    dtype, ordinal, geometry, wishes = x.dtype, x.get_device(), call.geometry, call.wishes
+    dtype, ordinal, geometry, constraints = x.dtype, x.get_device(), call.geometry, call.constraints
     hint, layout = call.hints[direction == "wgrad"], layout_of(x)
     direction = call.direction(direction)
     switches = (
@@ -291,7 +291,7 @@ def _find(
     )  # fmt: skip
     key = (
         direction, x.shape, weight.shape, dtype, ordinal, geometry, *fields.values(), *switches,
-        hint, wishes, layout, call.cut, call.output_padding, residual,
+        hint, constraints, layout, call.cut, call.output_padding, residual,
     )  # fmt: skip
 
     def find() -> Ready | None:
@@ -302,9 +302,9 @@ def _find(
             return None
         problem = layer if isinstance(layer, Problem) else layer.as_conv2d() or layer
         if hint is not None and hint.problem == problem:
-            ready = loading.load(hint, ordinal, wishes.limits)
+            ready = loading.load(hint, ordinal, constraints.limits)
         else:  # a kernel that was chosen for other sizes or switches may not be legal
-            ready = loading.choose_and_load(problem, ordinal, wishes)
+            ready = loading.choose_and_load(problem, ordinal, constraints)
         if isinstance(problem, ConvNd):
             return ready
         launch = ready or FusedOperator.of(problem)

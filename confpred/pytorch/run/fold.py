@@ -60,8 +60,7 @@ def fold(
     `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and
     (K, C / groups, ...); `dtypes` those of the activations, such as ``float16``.
     """
-    norms = zip(means, filters, dtypes, strict=True)
-    results = [t for mean, filter, dtype in norms for t in empty(mean, filter, dtype)]
+    results = [t for norm in zip(means, filters, dtypes, strict=True) for t in empty(*norm)]
     out = [_of_image(t) for t in results]
     of_images = [None if t is None else _of_image(t) for t in filters]
     layers = list(zip(gammas, betas, means, variances, biases, of_images, strict=True))

@@ -23,7 +23,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import ZEROED
 from confpred.problem.record import Record
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import ANY, Wishes, cached, limits_for, runs_kernel, warn_once
+from confpred.pytorch.run.choosing import Constraints, cached, limits_for, runs_kernel, warn_once
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -157,12 +157,12 @@ def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
     return ReadyLaunch(assignment, runner, ordinal)
 
 
-def choose_and_load(problem: Record, ordinal: int, wishes: Wishes = ANY) -> ReadyLaunch | None:
+def choose_and_load(problem: Record, ordinal: int, constraints: Constraints) -> ReadyLaunch | None:
     """Choose for `problem` now, and return the launch; None for PyTorch's operator."""
-    choice = choosing.choose(problem, ordinal, wishes)
+    choice = choosing.choose(problem, ordinal, constraints)
     if choice is None or not runs_kernel(choice):
         return None
-    return load(Assignment.of(choice), ordinal, wishes.limits)
+    return load(Assignment.of(choice), ordinal, constraints.limits)
 
 
 def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:

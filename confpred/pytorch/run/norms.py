@@ -191,8 +191,7 @@ def backward(
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     p: Any = Assignment.read(others[-1]).problem
-    size = 0 if p.frozen else x.shape[1]
-    vector = x.new_empty(size, dtype=torch.float32)
+    vector = x.new_empty(0 if p.frozen else x.shape[1], dtype=torch.float32)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     return out, *(torch.empty_like(vector) for _ in range(4))
 

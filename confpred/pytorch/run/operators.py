@@ -80,8 +80,7 @@ def _convert(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _fake_fold(*lists: Any) -> list[Tensor]:
-    layers = zip(lists[2], lists[5], lists[7], strict=True)
-    return [t for mean, filter, dtype in layers for t in folding.empty(mean, filter, dtype)]
+    return [t for x in zip(lists[2], lists[5], lists[7], strict=True) for t in folding.empty(*x)]
 
 
 _define(

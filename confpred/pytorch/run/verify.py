@@ -30,8 +30,9 @@ from confpred.launch.assignment import Assignment
 from confpred.measure.pytorch import library_call, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.limits import Limits
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import compile_ahead, load
 
@@ -45,19 +46,19 @@ _STEPS_MS, _FIRST_STEPS = 20.0, 3
 UNTIMED = "confpred's choices are kept untimed, as "
 
 
-def choose_fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
+def find_best(problem: Problem, ordinal: int, top: int, constraints: Constraints) -> Choice | None:
     """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement; a
     pinned choice is taken as it is, and so is the prediction where nothing can be measured."""
-    predicted = choosing.choose(problem, ordinal, wishes)
+    predicted = choosing.choose(problem, ordinal, constraints)
     if predicted is None or predicted.source in ("pinned", "fallback", "heuristic"):
         return predicted
-    within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
+    within = choosing.current_predictor().within(choosing.limits_for(problem, constraints.limits))
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
     # Predictions of another device's model are good enough to name candidates.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
     candidates = [c for c in own if choosing.runs_kernel(c)][:top]
     try:
-        winner = _measure(candidates, predicted, ordinal, wishes)
+        winner = _measure(candidates, predicted, ordinal, constraints.limits)
     except (RuntimeError, ConfpredError) as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
@@ -65,15 +66,15 @@ def choose_fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> 
     return winner
 
 
-def _measure(candidates: list[Choice], predicted: Choice, ordinal: int, wishes: Wishes) -> Choice:
+def _measure(candidates: list[Choice], predicted: Choice, ordinal: int, limits: Limits) -> Choice:
     problem: Any = predicted.problem
-    compile_ahead(candidates, ordinal, wishes.limits)
+    compile_ahead(candidates, ordinal, limits)
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
         inputs = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
         for choice in candidates:
-            ready = load(Assignment.of(choice), ordinal, wishes.limits)
+            ready = load(Assignment.of(choice), ordinal, limits)
             if ready is not None:
                 launched = replace(choice, candidate=ready.assignment.candidate)
                 calls[launched] = partial(ready.run, *inputs)

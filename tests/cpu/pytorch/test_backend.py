@@ -53,7 +53,7 @@ def test_values_of_options_are_checked(name, value) -> None:
 def test_options_have_defaults() -> None:
     assert Options.of(None) == Options.of({}) == Options(graphs=True, freeze=False, verify=0)
     limits = Limits(workspace_bytes=0)
-    assert Options.of({"limits": limits, "max_regret": 2}).wishes.limits == limits
+    assert Options.of({"limits": limits, "max_regret": 2}).constraints.limits == limits
 
 
 def test_options_reach_the_choices(captured) -> None:
@@ -88,10 +88,10 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
     """AOTAutograd calls the backend under its own modes, in which nothing can be timed."""
     seen = []
 
-    def fastest(problem, ordinal, top, wishes) -> None:
+    def fastest(problem, ordinal, top, constraints) -> None:
         seen.append(torch.ones(3).data_ptr())
 
-    monkeypatch.setattr(backend.verify, "choose_fastest", fastest)  # there is no GPU to time on
+    monkeypatch.setattr(backend.verify, "find_best", fastest)  # there is no GPU to time on
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     model = made(BLOCKS["functional"]()).train(training)
     told = {"graphs": False, "verify": 3}
