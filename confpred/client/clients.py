@@ -226,7 +226,7 @@ class _Questions(ABC, Generic[Http]):
     async def _choose_many(
         self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order, in as few requests as the service takes."""
+        """Return the `choose` of each of `problems`, in order, in as few requests as possible."""
         return [choices[0] for choices in await self._ask(problems, device, 1, trace)]
 
     async def _rank(
@@ -253,8 +253,8 @@ class _Questions(ABC, Generic[Http]):
     async def _submit(
         self, shard: str | Path | RemoteFile, *, trace: Trace | None = None
     ) -> Submission:
-        """Send a file of measurements, and return what became of it so far; one that was sent
-        before is known by its bytes, and counts once."""
+        """Send a file of measurements, and return its state; a file with the same bytes as an
+        earlier one counts once."""
         file = Path(shard) if isinstance(shard, str) else shard
         body = await self._compute(file.read_bytes) or b""
         call = self._call(trace)
@@ -264,7 +264,7 @@ class _Questions(ABC, Generic[Http]):
         return self._read(reply, answers.submission_of, call, 202)
 
     async def _submission(self, upload: str, *, trace: Trace | None = None) -> Submission:
-        """Return what became of a file that was sent, by its id."""
+        """Return the state of a file that was sent, by its id."""
         return await self._get(f"/v1/measurements/{upload}", answers.submission_of, trace)
 
     async def _ask(
@@ -311,7 +311,7 @@ class _Questions(ABC, Generic[Http]):
     def _read(
         self, reply: Reply, read: Callable[[Reply], Read], call: _ApiCall, status: int = 200
     ) -> Read:
-        """Return what `read` finds in `reply`, which has the `status` of success.
+        """Return `reply` parsed by `read`, if it has the `status` of success.
 
         Raises:
             InvalidInput, ServiceError: the service refused, or its response is unexpected.

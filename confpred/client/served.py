@@ -78,7 +78,7 @@ class ServedPredictor(Predictor):
     def choose_many(
         self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; all of them wait once."""
+        """Return the `choose` of each of `problems`, in order; all of them wait once."""
         target, asked = self._device(device), list(problems)
         accepted = check_max_regret(max_regret)
         self._wait_for(asked, target, 1)

@@ -100,7 +100,7 @@ def unseal(content: bytes) -> bytes | None:
 
 
 def _private(folder: Path) -> bool:
-    """Whether only this user can put files in `folder`."""
+    """Return whether only this user can put files in `folder`."""
     if not hasattr(os, "geteuid"):  # Windows: the profile's folder is the user's own
         return True
     status = folder.stat()

@@ -94,7 +94,7 @@ class Plans:
     def __init__(
         self, problem: Problem | ConvNd, ordinal: int, kernel_cache: KernelCache | None = None
     ) -> None:
-        """`kernel_cache` is where plans that are slow to build are kept; the user's by default.
+        """Cache plans that are slow to build in `kernel_cache`, by default the user's.
 
         Raises:
             MissingExtra, LaunchError: see `_handle`.
@@ -249,7 +249,8 @@ class Graph:
     """
 
     def __init__(self, problem: Problem | ConvNd, **where: Any) -> None:
-        """
+        """Build the graph, and list its plans.
+
         Args:
             problem: any.
             where: the front end's argument for the device: a ``handle`` or a ``device_property``.

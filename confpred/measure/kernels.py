@@ -366,7 +366,7 @@ class Arena:
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
 
     def left_zero(self, operands: Operands, size: int) -> bool:
-        """Whether the first `size` bytes of the zeroed workspace are zero again."""
+        """Return whether the first `size` bytes of the zeroed workspace are zero again."""
         if not size:
             return True
         words = np.int64(-(-size // 4))

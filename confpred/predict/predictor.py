@@ -1,4 +1,4 @@
-"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
+"""From a problem to a choice: a pinned or measured one, else candidates -> cost -> compare.
 
 A device without a model gets the answers of the nearest device's model, which has learned ratios of
 times. Legality and features, such as waves, are those of the device that is asked for.
@@ -156,7 +156,7 @@ class Predictor:
         *,
         max_regret: float | None = None,
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; new ones are worked out together."""
+        """Return the `choose` of each of `problems`, in order; new ones are predicted together."""
         target = self._device(device)
         asked = [(_checked(problem), target, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
@@ -234,7 +234,7 @@ class Predictor:
         ]
 
     def _choices_before_model(self, problem: Record, device: Device, top: int) -> list[Choice]:
-        """Return what needs no prediction: the plan's choice, and the best measured config."""
+        """Return the choices that need no prediction: the plan's, and the best measured config."""
         planned = self._plan_for(problem, device)
         if planned is not None and top == 1:
             return [planned]  # so that a start from a plan loads no model

@@ -70,8 +70,8 @@ class Im2col(Described):
     )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        """Half precision is refused where sums would be rounded more than once: gradients of the
-        input add the copies of an element, those of the filter the chunks."""
+        """Refuse half precision where sums would be rounded more than once: gradients of the input
+        add the copies of an element, those of the filter the chunks."""
         p, t, rows = problem, config_columns(self.configs), _rows_of(problem)
         chunk = np.where(t["samples"] == ALL, p.n, t["samples"])
         one = (t["samples"] == ALL) | (p.n == 1)

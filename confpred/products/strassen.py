@@ -152,7 +152,7 @@ class _ChainLaunch:
         self._weights = self._scratch.add(_PRODUCTS * max(weights))
 
     def _feeds_halves(self, index: int) -> bool:
-        """Whether one kernel ends layer `index` and begins the next."""
+        """Return whether one kernel ends layer `index` and begins the next."""
         halved = self._halved
         return halved[index] and index + 1 < len(halved) and halved[index + 1]
 

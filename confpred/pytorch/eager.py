@@ -56,13 +56,13 @@ def conv2d(
     residual: Tensor | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
-    kernel.
+    """Compute ``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)`` by the
+    fastest kernel.
 
-    confpred's kernels serve channels-last CUDA tensors of grouped and depthwise layers, and cuDNN's
-    plans those of dense layers, forward and backward. All else goes to PyTorch, in the mode that
-    the caller has set (logged at level debug); so do layers where PyTorch's operator (measured with
-    cuDNN's benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and
+    confpred's kernels compute grouped and depthwise layers of channels-last CUDA tensors, and
+    cuDNN's plans dense layers, forward and backward. PyTorch computes all others, in the mode that
+    the caller has set (logged at level debug), and layers where its operator (measured with cuDNN's
+    benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and
     autocast. The filter's gradient repeats to the bit where PyTorch is asked for deterministic
     algorithms.
 
@@ -101,8 +101,8 @@ def convolution(
     activation: str | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """`conv2d` in one, two or three spatial dimensions: those of `weight`, shape (K, C / groups,
-    ...). Lines and volumes may be channels first, too.
+    """Compute `conv2d` in the spatial dimensions of `weight`, shape (K, C / groups, ...): one, two
+    or three. Lines and volumes may be channels first, too.
 
     Args:
         x: input, shape (N, C, ...).
@@ -275,7 +275,7 @@ def is_enabled() -> bool:
 
 @contextmanager
 def enabled(**settings: Any) -> Iterator[None]:
-    """`enable` for the block; takes the same arguments."""
+    """Call `enable` for the block, with the same arguments."""
     enable(**settings)
     try:
         yield

@@ -31,13 +31,13 @@ def linear_chain(
     max_error: float | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """``x = activation(torch.nn.functional.linear(x, weight, bias))`` for each weight and bias, in
-    one call.
+    """Compute ``x = activation(torch.nn.functional.linear(x, weight, bias))`` for each weight and
+    bias, in one call.
 
-    Without gradients, on plain contiguous CUDA tensors of one dtype, all layers, of one width
-    between, are computed together by what is predicted to be fastest: PyTorch's operators, products
-    with bias and ReLU in their epilogue, or Strassen's algorithm where `max_error` allows it. All
-    else goes to PyTorch's operators. Float32 products use TF32 where PyTorch's do.
+    Without gradients, on plain contiguous CUDA tensors of one dtype, with one width between, the
+    fastest predicted way computes all layers: PyTorch's operators, products with bias and ReLU in
+    their epilogue, or Strassen's algorithm where `max_error` allows it. PyTorch's operators compute
+    other chains. Float32 products use TF32 where PyTorch's do.
 
     Args:
         x: shape (..., features of the first weight).

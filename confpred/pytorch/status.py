@@ -52,7 +52,7 @@ class Calls:
     outside: str = ""
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `captured`, and note what was captured."""
+        """Call `captured`, and record its captures."""
         is_first, graphs = not self.made, self.graphs
         self.made += 1
         before = breaks() if is_first else {}

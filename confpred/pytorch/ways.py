@@ -112,8 +112,8 @@ class Subject:
         return tuple(map(converted, self.inputs))
 
     def step_of(self, model: nn.Module, forward: Callable[..., Any]) -> Step:
-        """Return one step of `model`, which is called by `forward`: itself, or what it was compiled
-        to. It returns the results, or the loss in training."""
+        """Return a function that runs one step of `model` by `forward`, the model itself or its
+        compiled form. It returns the results, or the loss in training."""
         arguments = self.arguments()
 
         def infer() -> Any:
@@ -142,8 +142,8 @@ class Subject:
         return torch.autocast(self.device.type, self.half)
 
     def answer(self, model: nn.Module, out: Any) -> Tensor:
-        """Return what a step computed, flat: its results `out`, or the gradients of all that
-        `model` learns."""
+        """Return the numbers that a step computed, flat: its results `out`, or in training the
+        gradients of the parameters."""
         if self.training:
             named = sorted(model.named_parameters())
             return _flat([p.grad for _, p in named if p.grad is not None])
@@ -388,7 +388,7 @@ def _capture_graph(step: Step) -> Step:
         out = step()
 
     def replay(kept: Step = step) -> Any:
-        """`kept` holds the model, whose weights the graph reads at their addresses."""
+        """Replay the graph; `kept` holds the model, whose weights it reads at their addresses."""
         graph.replay()
         return out
 

@@ -62,7 +62,7 @@ Pattern = Callable[[Chain], Chain]
 
 
 def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
-    """Return `chain` with what follows it, without the nodes that another one has `claimed`."""
+    """Return `chain` with its epilogue by `patterns`, without nodes that another chain `claimed`."""
     for pattern in patterns:
         longer = pattern(chain)
         if not any(node in claimed for node in longer.nodes[len(chain.nodes) :]):
@@ -155,7 +155,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def source_of(node: Any) -> Any:
-    """Return what a node is an alias of."""
+    """Return the node that `node` is an alias of, or itself."""
     while isinstance(node, fx.Node) and _is_alias(node):
         node = node.args[0]
     return node

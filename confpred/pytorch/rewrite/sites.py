@@ -96,7 +96,7 @@ class Causal(NamedTuple):
         return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
 
     def geometry(self) -> Geometry | None:
-        """Return what `geometry_of` returns, of the problem."""
+        """Return the problem's geometry, as `geometry_of` does."""
         geometry = geometry_of(self.node)
         return geometry and (geometry[0], (self.padding,), *geometry[2:])
 
