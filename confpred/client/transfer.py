@@ -123,7 +123,7 @@ def _check_card(card: Card, device: str) -> None:
         raise ModelError(f"the model is for {card.device!r}, not for {device}")
     latest = datetime.now(timezone.utc) + timedelta(days=1)
     if not card.created or card.created[:10] > f"{latest:%Y-%m-%d}":
-        raise ModelError(f"the model is of {card.created!r}, and would be the newest for ever")
+        raise ModelError(f"the model's date is {card.created!r}, missing or in the future")
     if unknown := [name for name in card.files if not FILES.fullmatch(name)]:
         raise ModelError(f"the model has a file {unknown[0][:80]!r}, which no model has")
 

@@ -296,7 +296,7 @@ def read_bundled(spec: KernelSpec, arch: str) -> bytes | None:
         if bundle not in _incomplete:
             _incomplete.add(bundle)
             what = f"{spec.entry} with {dict(spec.defines)}"
-            log.warning("%s lacks kernels that are asked for, such as %s", bundle.folder, what)
+            log.warning("%s lacks kernels, such as %s: compiling them", bundle.folder, what)
     return None
 
 

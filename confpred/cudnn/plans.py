@@ -151,7 +151,7 @@ class Plans:
             graph.deserialize(handle, list(content))
             return self._built(graph, 0)
         except (RuntimeError, front_end().cudnnGraphNotSupportedError) as error:
-            log.debug("%s: a kept plan is built again: %s", self._problem, error)
+            log.debug("%s: a cached plan is built again: %s", self._problem, error)
             return None
 
     def _built(self, graph: Any, index: int) -> BuiltPlan:

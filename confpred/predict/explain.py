@@ -139,8 +139,8 @@ def explain_layers(
     predictor: Predictor | None = None,
     layers: dict[str, NearestLayers] | None = None,
 ) -> Iterator[LayerExplanation]:
-    """Yield the `explain_layer` of each of `problems`, in order. `layers` caches the measured layers
-    of a model, by its version, for later calls with the same predictor."""
+    """Yield the `explain_layer` of each of `problems`, in order. `layers` caches the measured
+    layers of a model, by its version, for later calls with the same predictor."""
     gpu, asked = get_device(device), predictor or Predictor.load()
     check_top(top)
     layers = {} if layers is None else layers

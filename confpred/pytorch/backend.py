@@ -114,7 +114,7 @@ def confpred(
         InvalidInput: `options` are not of `Options`, or there is a mode: confpred has none.
     """
     if mode not in (None, "default"):
-        raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
+        raise InvalidInput("mode", mode, "None; options={'graphs': False} turns CUDA graphs off")
     compiler = Compiler(Options.of(options), calls)
     _guard_hooks()
     compiled = compiler.compile(gm, example_inputs)

@@ -207,7 +207,7 @@ def subject_on(
         ConfpredError: the step fails, or is out of memory.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidInput("network", type(model).__name__, "what returns a torch.nn.Module")
+        raise InvalidInput("network", type(model).__name__, "a factory of a torch.nn.Module")
 
     def laid_out(x: Tensor) -> Tensor:
         wanted = channels_last and x.dim() == 4

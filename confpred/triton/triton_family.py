@@ -269,7 +269,7 @@ def _table(
     order of their texts."""
     distinct = tuple({config_key(config): dict(config) for config in configs}.values())
     if not fields:
-        raise InvalidInput("configs", list(configs), "configs that pass something to the kernel")
+        raise InvalidInput("configs", list(configs), "configs with an argument of the kernel")
     columns = [_numbers([config.get(name) for config in distinct]) for name in fields]
     types = [(name, np.int32) for name in fields]
     table = np.array(list(zip(*columns, strict=True)), dtype=types)

@@ -62,7 +62,7 @@ Pattern = Callable[[Chain], Chain]
 
 
 def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
-    """Return `chain` with its epilogue by `patterns`, without nodes that another chain `claimed`."""
+    """Return `chain` with its epilogue by `patterns`, without nodes that another `claimed`."""
     for pattern in patterns:
         longer = pattern(chain)
         if not any(node in claimed for node in longer.nodes[len(chain.nodes) :]):

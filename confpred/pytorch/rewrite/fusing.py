@@ -111,7 +111,7 @@ def _shorten_chains(
             return False
         p, follows = asked[chain][0], 0.0
         tensors = int(p.residual)
-        if not _is_read_on_its_way(chain.last, taken):
+        if not _is_fused_by_readers(chain.last, taken):
             tensors, follows = tensors + 2, LAUNCH_MS
         follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
         by_pytorch = bare.pytorch_ms if library.is_one_operator(p) else math.inf
@@ -139,7 +139,7 @@ def _kernel_ms(choice: Choice) -> float:
     return choice.predicted_ms if replaces and choice.predicted_ms else math.inf
 
 
-def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
+def _is_fused_by_readers(node: fx.Node, taken: Collection[fx.Node]) -> bool:
     """Return whether Inductor computes all readers of `node` in passes that can compute `node` too,
     as none of them is `taken` by another operator."""
 

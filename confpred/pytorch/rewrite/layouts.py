@@ -110,8 +110,8 @@ def keep_strides(graph: fx.Graph) -> None:
     mode = _mode_of(graph)
     for node in list(graph.nodes):
         vals[node] = val_of(node)
-        moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
-        if node.op == "output" or (moved and _reads_as_it_lay(node)):
+        moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
+        if node.op == "output" or (moved and _needs_captured_strides(node)):
             for source in moved:
                 key = source, isinstance(node.target, torch._ops.HigherOrderOperator)
                 if key not in made:
@@ -154,7 +154,7 @@ def _is_of_another_rank(node: fx.Node) -> bool:
     return node.target in _CONFPRED_CONVOLUTIONS and val_of(node.args[0]).dim() != 4
 
 
-def _reads_as_it_lay(node: fx.Node) -> bool:
+def _needs_captured_strides(node: fx.Node) -> bool:
     """Return whether `node` needs its inputs with the strides of the capture."""
     tags = getattr(node.target, "tags", ())
     is_confpred = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
@@ -179,7 +179,7 @@ def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node,
     for node in graph.nodes:
         vals[node] = val_of(node)
         if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
-            moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
+            moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
             copies += [(source, _layout_of(val_of(source)), node) for source in moved]
         elif node.op == "call_function":
             vals[node] = _compute(node, vals, copies, mode)
@@ -189,7 +189,7 @@ def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node,
 def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
     """Return the value of a node whose inputs have these values."""
     source: Any = node.args[0] if node.args else None
-    if node.target is aten.as_strided.default and _is_moved(val_of(source), vals[source]):
+    if node.target is aten.as_strided.default and _has_new_strides(val_of(source), vals[source]):
         raise _KeepsLayout(str(node.target))
     arguments: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
     named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
@@ -225,9 +225,9 @@ def _layout_of(val: Tensor) -> torch.memory_format:
     raise _KeepsLayout("strides that are neither channels last nor first")
 
 
-def _is_moved(before: Any, after: Any) -> bool:
+def _has_new_strides(before: Any, after: Any) -> bool:
     if isinstance(before, (list, tuple)):
-        return any(map(_is_moved, before, after))
+        return any(map(_has_new_strides, before, after))
     return isinstance(before, Tensor) and before.stride() != after.stride()
 
 

@@ -65,8 +65,8 @@ class Layer:
         scalars: numbers among the arguments of the forward operator.
         ends: nodes that the first result of the forward operator replaces.
         scale: places of an adaptive norm's factor and term for each sample and channel, or empty.
-        hands: nodes from the gradient behind the activation to the norm's own gradient, which is
-            the last; empty without a backward pass.
+        grad_path: nodes from the gradient behind the activation to the norm's own gradient, the
+            last; empty without a backward pass.
         grad: place of the output's gradient; None without a backward pass.
         grads: nodes that the gradients of input, weight and bias replace, by place.
     """
@@ -77,7 +77,7 @@ class Layer:
     scalars: tuple[Any, ...]
     ends: Sequence[fx.Node]
     scale: Sequence[Place] = ()
-    hands: Sequence[fx.Node] = ()
+    grad_path: Sequence[fx.Node] = ()
     grad: Place | None = None
     grads: Mapping[int, Sequence[fx.Node]] = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
 
     for node in graph.nodes if has_groups else ():
         if str(node.target) in _GROUP_NORMS and "normalized_shape" not in _named(node):
-            if lies(_first(_hands_of_input(node)[0])):
+            if lies(_first(_input_path(node)[0])):
                 items = [item for item in node.users if item.args[1] == 0]
                 expected.update(items, *(item.users for item in items if _is_instance(node)))
         elif node.target in _FOLLOWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -164,7 +164,7 @@ def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) ->
         ]  # fmt: skip
         inputs = [None if norm.args[place] is None else (norm, place) for place in range(5)]
         return Layer(
-            chain, problems, inputs, norm.args[-2:], [chain.last], hands=[backward],
+            chain, problems, inputs, norm.args[-2:], [chain.last], grad_path=[backward],
             grad=(chain.gradient or backward, 0),
             grads={item.args[1]: [item] for item in backward.users},
         )  # fmt: skip
@@ -190,14 +190,14 @@ def match_group_norm(
     arguments, back_arguments = _named(norm), _named(norm if backward is None else backward)
     if any(arguments.get(name) is not back_arguments.get(name) for name in ("input", "weight")):
         return None
-    nodes, hands = [norm, items[0]], _hands_of_input(norm)
+    nodes, path = [norm, items[0]], _input_path(norm)
     if _is_instance(norm):
         views = readers_of(items[0])
         if len(views) != 1 or any(node.target not in _VIEWS for node in (norm.args[0], *views)):
             return None
         nodes += views
-    for start in range(len(hands)):
-        layer = _match_group_norm(Chain(tuple(nodes), norm), hands[start:], backward, claimed, lies)
+    for start in range(len(path)):
+        layer = _match_group_norm(Chain(tuple(nodes), norm), path[start:], backward, claimed, lies)
         if layer is not None:
             return layer
     return None
@@ -207,41 +207,40 @@ def _is_instance(norm: fx.Node) -> bool:
     return norm.target is _INSTANCE_NORM
 
 
-def _hands_of_input(norm: Any) -> list[Any]:
-    """Return the nodes that hand the input on to a norm, up to the view of an instance norm."""
+def _input_path(norm: Any) -> list[Any]:
+    """Return the nodes from the input to a norm, up to the view of an instance norm."""
     has_view = _is_instance(norm) and _first(norm).target in _VIEWS
-    return _hands(_first(norm) if has_view else norm)
+    return _path_to(_first(norm) if has_view else norm)
 
 
-def _hands(
+def _path_to(
     last: Any, dtype: torch.dtype | None = None, views: Collection[Any] = ()
 ) -> list[Any]:  # fmt: skip
-    """Return `last` behind the copies, as of `_is_copy`, and the `views` that hand a tensor on to
-    it."""
-    hands = [last]
-    while _is_copy(_first(hands[0]), dtype) or _first(hands[0]).target in views:
-        hands.insert(0, _first(hands[0]))
-    return hands
+    """Return the path to `last`: the copies (`_is_copy`) and `views` before it, and `last`."""
+    path = [last]
+    while _is_copy(_first(path[0]), dtype) or _first(path[0]).target in views:
+        path.insert(0, _first(path[0]))
+    return path
 
 
 def _match_group_norm(
-    chain: Chain, hands: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
+    chain: Chain, path: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
     """Return the norm of groups at the start of `chain`, if confpred's operator can read the input
-    of the first of `hands`."""
+    of the first of `path`."""
     norm: Any = chain.norm
-    x, eps = val_of(_first(hands[0])), _named(norm)["eps"]
-    inputs = [(hands[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
+    x, eps = val_of(_first(path[0])), _named(norm)["eps"]
+    inputs = [(path[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
     weights = [val_of(node_at(place)) for place in inputs[1:] if place is not None]
     if not all(isinstance(t, Tensor) for t in (x, *weights)):
         return None  # nothing is known of a constant
     dtypes = {t.dtype for t in weights}
-    sizes = _sizes(norm, _first(hands[0]), lies) if x.dtype in DTYPES else None
+    sizes = _sizes(norm, _first(path[0]), lies) if x.dtype in DTYPES else None
     if (
         sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
         or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
         or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
-        or (backward is not None and _is_copy(hands[0]) and _may_be_written(_first(hands[0])))
+        or (backward is not None and _is_copy(path[0]) and _may_be_written(_first(path[0])))
     ):  # fmt: skip
         return None
     chain = following.follow(chain, [partial(_take_conversion, x.dtype)], claimed)
@@ -249,7 +248,7 @@ def _match_group_norm(
     if backward is None and sizes[1] > 1:
         chain, scale, weights = _take_scale(chain, x, weights, claimed)
     views = _VIEWS if _is_instance(norm) else ()
-    back = [] if backward is None else _hands(backward, x.dtype, views)
+    back = [] if backward is None else _path_to(backward, x.dtype, views)
     is_row = lambda node: val_of(node).is_contiguous()  # noqa: E731
     add = partial(_take_sum, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
     chain = following.follow(chain, [add, partial(_take_activation, back)], claimed)
@@ -301,7 +300,7 @@ def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place
     """Return the place of the output's gradient; None where nodes read a gradient in between that
     the operator does not return."""
     inner = chain.gradient
-    reader = back[0] if inner is None else _hands(inner, dtype)[0]
+    reader = back[0] if inner is None else _path_to(inner, dtype)[0]
     reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
     return None if reads_others or val_of(_first(reader)).dtype is not dtype else (reader, 0)
 

@@ -68,7 +68,7 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
             ms = choice.pytorch_ms
             site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=ms)
         return
-    norm, chain, back = layer.norm, layer.chain, layer.hands
+    norm, chain, back = layer.norm, layer.chain, layer.grad_path
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM
     x, weight, bias, *running = layer.nodes()
     texts = [Assignment.of(choice).text() for choice in choices]

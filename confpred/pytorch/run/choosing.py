@@ -156,7 +156,7 @@ def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
 
             predictor = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
-            log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
+            log.warning("ignoring CONFPRED_URL: %s; choosing in this process", error)
     current = _predictors[operation] = predictor or Predictor.load(operation=operation)
     return current
 
@@ -220,7 +220,7 @@ def choose_on(
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
             for it in model.card.changes(**now):
-                warn_once(f"model {model.version}: {it}; `confpred drift` says whether it holds")
+                warn_once(f"model {model.version}: {it}; `confpred drift` checks it")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices

@@ -71,7 +71,7 @@ class GraphMemory:
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
-    def is_waited_for(self) -> bool:
+    def is_in_use(self) -> bool:
         """Return whether somebody holds a tensor that the last forward pass saved."""
         return self.forward is not None and self.forward.saved.are_held()
 
@@ -83,7 +83,7 @@ class SavedTensors:
     """
 
     def __init__(self, results: Sequence[Tensor]) -> None:
-        self._tensors = _twins(results)
+        self._tensors = _aliases(results)
         self._storages = [x.untyped_storage() for x in self._tensors]
         self._counts_of_none = self._counts()
 
@@ -178,7 +178,7 @@ class Recording:
             for storage, views in self.shared:
                 whole = storage.clone()
                 for place, view in views.items():
-                    results[place] = _within(whole, view)
+                    results[place] = _view(whole, view)
         for place, x in zip(self.saved_places, self.saved, strict=True):
             results[place] = x
         return results
@@ -257,7 +257,7 @@ class Graphed:
         if torch.cuda.is_current_stream_capturing():
             return self._plain(inputs)
         if not _is_of_main_thread(self._kind == "backward"):
-            return self._without(inputs, "in other threads than the main one")
+            return self._run_plain(inputs, "in other threads than the main one")
         memory = self._memory
         with memory.lock:
             outcome = self._recording(inputs)
@@ -266,9 +266,9 @@ class Graphed:
                     memory.forward = outcome
                 self.replays += 1
                 return outcome.replay(inputs, memory, self._device)
-        return self._without(inputs, outcome)
+        return self._run_plain(inputs, outcome)
 
-    def _without(self, inputs: list[Any], reason: str) -> Any:
+    def _run_plain(self, inputs: list[Any], reason: str) -> Any:
         """Run this pass without a graph, and log why, once for each reason."""
         if reason and reason not in self._reasons:
             self._reasons.add(reason)
@@ -287,8 +287,8 @@ class Graphed:
             self._recordings[key] = None
             return ""
         if self._kind == "backward":
-            return self._of_last_forward(inputs, switches)
-        if self._memory.is_waited_for():
+            return self._find_backward(inputs, switches)
+        if self._memory.is_in_use():
             return "while tensors that an earlier call saved wait for their backward pass"
         recording = self._recordings[key]
         moved = set() if recording is None else recording.moved(inputs)
@@ -297,7 +297,7 @@ class Graphed:
             recording = self._recordings[key] = self._record(inputs, switches, {})
         return recording if recording.why is None else recording.why
 
-    def _of_last_forward(self, inputs: list[Any], switches: Any) -> Recording | str:
+    def _find_backward(self, inputs: list[Any], switches: Any) -> Recording | str:
         """Return the recording of the backward pass that belongs to the last forward pass."""
         forward = self._memory.forward
         if forward is None:
@@ -341,12 +341,12 @@ class Graphed:
                         continue
                     if i not in self._static:
                         args[i] = _buffer_for(x)
-                        recording.buffers[i] = _within(_again(args[i].untyped_storage()), args[i])
+                        recording.buffers[i] = _view(_alias(args[i].untyped_storage()), args[i])
                         continue
                     address = x.untyped_storage().data_ptr()
                     if address in held:
                         recording.from_forward[i] = id(x)
-                        args[i] = _within(held[address], x)
+                        args[i] = _view(held[address], x)
                         continue
                     recording.addresses[i] = x.data_ptr()
                     if x.numel():
@@ -387,15 +387,15 @@ class Graphed:
         recording.saved = SavedTensors([results[place] for place in recording.saved_places])
         for views in owners.values():
             ((place, x), *others) = views.items()
-            again = _again(x.untyped_storage())
-            if not others and x.numel() * x.element_size() == again.nbytes():
-                recording.sources[place] = _within(again, x)
+            alias = _alias(x.untyped_storage())
+            if not others and x.numel() * x.element_size() == alias.nbytes():
+                recording.sources[place] = _view(alias, x)
             else:
-                like = {i: _within(again, view) for i, view in views.items()}
-                recording.shared.append((again, like))
+                like = {i: _view(alias, view) for i, view in views.items()}
+                recording.shared.append((alias, like))
 
 
-def _within(storage: Any, like: Tensor) -> Tensor:
+def _view(storage: Any, like: Tensor) -> Tensor:
     """Return a tensor as `like` in `storage`, which any mode may write to."""
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=like.dtype, device=storage.device)
@@ -407,22 +407,22 @@ def _buffer_for(x: Tensor) -> Tensor:
     set to be deterministic: that would be recorded, and run behind the copy."""
     like = torch.empty_like(x, device="meta")
     storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
-    return _within(storage, like)
+    return _view(storage, like)
 
 
-def _twins(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in the memory of `tensors`, which do not own it, with as many storages."""
     storages: dict[int, Any] = {}
-    twins = []
+    aliases = []
     for x in tensors:
         storage = x.untyped_storage()
         if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = _again(storage)
-        twins.append(_within(storages[storage.data_ptr()], x))
-    return twins
+            storages[storage.data_ptr()] = _alias(storage)
+        aliases.append(_view(storages[storage.data_ptr()], x))
+    return aliases
 
 
-def _again(storage: Any) -> Any:
+def _alias(storage: Any) -> Any:
     """Return a storage in the memory of `storage`, which does not own it."""
     if not storage.nbytes():
         return torch.UntypedStorage(0, device=storage.device)

@@ -179,7 +179,7 @@ def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> Re
         if assignment.candidate == PYTORCH_OPERATOR:
             return None
         with torch.cuda.device(ordinal):
-            return _first_that_loads(assignment, ordinal, limits)
+            return _load_first(assignment, ordinal, limits)
 
     return cached(("launch", assignment, ordinal, limits), find)
 
@@ -190,10 +190,10 @@ def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
     return choosing.is_cached_as_none(("launch", Assignment.of(choice), ordinal, limits))
 
 
-def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
+def _load_first(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
     problem = assignment.problem
     loader = Loader(operation_of(problem), problem, ordinal)
-    for assigned in _from_on(assignment, ordinal, limits):
+    for assigned in _ranked_from(assignment, ordinal, limits):
         launch = assigned.launch
         if limits.allow(problem, launch):  # limits may have changed since the choice
             try:
@@ -216,7 +216,7 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
     return None
 
 
-def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
+def _ranked_from(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
     """Yield `assignment` and those ranked after it, up to PyTorch's operator; they are ranked once
     they are needed."""
     yield assignment

@@ -158,7 +158,7 @@ def test_replays_and_reasons_are_counted() -> None:
     made = status.Pass("inference", reasons, "Inductor", status.ref(run))
     assert made.replay() == "CUDA graph, recorded at the second call"
     run.replays = 3
-    run._without([], "in other threads than the main one")
+    run._run_plain([], "in other threads than the main one")
     assert made.replay() == (
         "CUDA graph, replayed 3 times; no CUDA graph in other threads than the main one"
     )
