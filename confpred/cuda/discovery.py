@@ -7,7 +7,7 @@
 
 The rates are measured in a fraction of a second: a device copy, and the two kernels of
 ``kernels/rates.cu``. The driver reports clocks and widths, but not which share kernels reach, nor
-that a board is held back, as a part of a GPU (MIG) or a virtual one is.
+the limits of a part of a GPU (MIG) or a virtual one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Description of a GPU by its driver: the board's name, the driver's version, the compute
-    capability, and what is called the same in `confpred.problem.device.Device`."""
+    """Description of a GPU by its driver: the GPU model's name, the driver's version, the compute
+    capability, and the fields of the same names in `confpred.problem.device.Device`."""
 
     name: str
     driver: str
@@ -102,7 +102,7 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     board, key = listed(facts.name), key_of(facts.name)
     if board is not None and board.sm_count == facts.sm_count:
         return board
-    if board is not None:  # one name may have boards of several sizes, and virtual GPUs
+    if board is not None:  # GPUs of one name may differ in size, such as virtual ones
         key = f"{key}-{facts.sm_count}sm"
     if facts.capability < _OLDEST:
         capability = ".".join(map(str, facts.capability))

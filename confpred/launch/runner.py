@@ -24,12 +24,12 @@ class Runner:
     """A launch that lacks only its operands.
 
     Attributes:
-        launch: what it launches, with the workspace that a library's plan turned out to need.
-        names: of the operation's operands, outputs first, then of the workspaces.
-        enqueue: enqueues it on a CUDA stream, given its handle and, in the order of `names`, the
-            operands' addresses; of a program it takes PyTorch's tensors, and its current stream.
-            It raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where
-            it is refused.
+        launch: the launch, with the workspace that a library's plan needs.
+        names: names of the operation's operands, outputs first, then of the workspaces.
+        enqueue: enqueues the launch, given a CUDA stream's handle and the operands' addresses in
+            the order of `names`; a program takes PyTorch's tensors, and uses the current stream. It
+            raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where the
+            launch is refused.
     """
 
     launch: Launch

@@ -52,7 +52,7 @@ class Options:
     """Options of the backend, the keys of ``torch.compile(..., options={...})``.
 
     Attributes:
-        inductor: let Inductor compile the rest of a graph: fewer passes over memory, for a first
+        inductor: let Inductor compile PyTorch's operators: fewer passes over memory, for a first
             step that takes as long as that of ``torch.compile``. None: on a GPU, where Triton and a
             C compiler are installed.
         graphs: replay captured graphs as CUDA graphs.

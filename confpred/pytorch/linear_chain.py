@@ -47,7 +47,7 @@ def linear_chain(
         last: whether it follows the last layer too.
         max_error: largest relative error of the result in the 2-norm, against float64; None for
             that of PyTorch's own operators, which excludes Strassen's algorithm.
-        limits: further limits; `max_error` overrides theirs.
+        limits: further limits; `max_error` overrides their ``max_error``.
 
     Returns:
         Shape (..., features of the last weight), of `x`'s dtype.

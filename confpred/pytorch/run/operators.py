@@ -48,8 +48,8 @@ def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _lay_as_promised(x: Tensor, out: Tensor) -> Tensor:
-    """Return the result for input `x` in the layout that the graph was told: as PyTorch's operator
-    returns images; lines and volumes have that of `x`."""
+    """Return the result for input `x` in the layout of the fake result: images as PyTorch's
+    operator returns them, lines and volumes in the layout of `x`."""
     return out if x.dim() == 4 else dense(out, layout_of(x))
 
 
