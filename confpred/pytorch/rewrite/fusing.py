@@ -99,7 +99,7 @@ def _shorten_chains(
             biased = replace(problem, activation="none", residual=False)
             asked[chain] = [problem, biased, replace(biased, bias=False)]
     problems = dict.fromkeys(problem for group in asked.values() for problem in group)
-    choices = dict(zip(problems, choosing.weigh([*problems], device, constraints), strict=True))
+    choices = dict(zip(problems, choosing.preview([*problems], device, constraints), strict=True))
 
     taken: set[fx.Node] = set()  # by one operator with more than a convolution in it
 

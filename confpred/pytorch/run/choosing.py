@@ -172,14 +172,14 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 def choose_many(
     problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, as `weigh` does, and notify the watchers."""
-    choices = weigh(problems, device, constraints)
+    """Choose for each of `problems` on `device`, as `preview` does, and notify the watchers."""
+    choices = preview(problems, device, constraints)
     for choice in dict.fromkeys(filter(None, choices)):
         announce(choice)
     return choices
 
 
-def weigh(
+def preview(
     problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Return the choice for each of `problems` on `device`, by one call of the predictor, without
