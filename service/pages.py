@@ -301,18 +301,18 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
         ))  # fmt: skip
     used = sorted((model for model in models if model.in_use), key=lambda model: model.name)
     charts = [*_regret_chart(used), *(c for model in used for c in _coverage_chart(model))]
-    table = explain.Table("Models", "", 8, rows)
+    table = explain.Listing("Models", "", 8, rows)
     return {"models": table, "charts": charts, "others": _other_models()}
 
 
 @cache
-def _other_models() -> explain.Table:
-    """Return the shipped models of other operations, which no generation has."""
+def _other_models() -> explain.Listing:
+    """Return the shipped models of other operations, which are no part of a generation."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
     for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
         card = read_card(path.parent)[1]
         rows.append((path.parent.name, *(str(card[name]) for name in rows[0][1:])))
-    return explain.Table("Models of other operations", "", 0, rows)
+    return explain.Listing("Models of other operations", "", 0, rows)
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
@@ -370,12 +370,12 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
         rows = "" if upload.rows is None else f"{upload.rows:,}"
         uploads.append((upload.received, rows, upload.state, upload.reason or "", upload.id[:12]))
     return {
-        "jobs": explain.Table("The latest jobs", "", 0, jobs),
-        "uploads": explain.Table("The latest uploads of measurements", "", 2, uploads),
+        "jobs": explain.Listing("The latest jobs", "", 0, jobs),
+        "uploads": explain.Listing("The latest uploads of measurements", "", 2, uploads),
     }
 
 
-def read_drift(folder: str | None) -> explain.Table:
+def read_drift(folder: str | None) -> explain.Listing:
     """Return the latest reports of ``confpred drift --json`` in a folder; a file that cannot be
     read is a row with the error."""
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
@@ -392,7 +392,7 @@ def read_drift(folder: str | None) -> explain.Table:
             rows.append((checked, *times, *words))
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))
-    return explain.Table("The latest checks", "", 3, rows)
+    return explain.Listing("The latest checks", "", 3, rows)
 
 
 def _modified(path: Path) -> float:

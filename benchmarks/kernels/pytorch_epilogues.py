@@ -53,7 +53,7 @@ def problems_of(network: str, batch: int) -> Counter[Problem]:
     found: Counter[Problem] = Counter()
     for site in capture(model, images, get_device("h100"), dtype=torch.float16).sites:
         if site.problem is not None:
-            if not site.is_ours and site.problem.groups == 1:
+            if not site.is_lowered and site.problem.groups == 1:
                 found[site.problem] += 1
         elif str(site.why).startswith("one pixel"):
             layer: Any = model.get_submodule(site.name)
@@ -82,7 +82,7 @@ def operands(p: Problem) -> dict[str, Tensor | None]:
 def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """Return the ways that can compute a problem."""
     from confpred.problem.activation import activated
-    from confpred.pytorch.run.library import of_pixels
+    from confpred.pytorch.run.library import multiply_pixels
     from confpred.pytorch.run.pointwise import apply_epilogue
 
     x, weight, bias, residual = given.values()
@@ -96,7 +96,7 @@ def ways_of(p: Problem, given: dict[str, Any]) -> dict[str, Callable[[], Tensor]
         return {
             "epilogue": plain,
             "again": plain,
-            "pixel": lambda: of_pixels(x, weight, bias, p.activation),
+            "pixel": lambda: multiply_pixels(x, weight, bias, p.activation),
         }
 
     def epilogue() -> Tensor:

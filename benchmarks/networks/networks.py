@@ -59,7 +59,7 @@ LEAST_S = 20  # less than this left of the budget, and no new process is started
 #: measured where they are asked for.
 PARTS = {
     "without convert": ("rewrite.passes", "convert_together"),
-    "without norms": ("rewrite.normalising", "serve_norms"),
+    "without norms": ("rewrite.normalising", "lower_norms"),
 }
 KEY = ("network", "mode", "batch", "way")
 

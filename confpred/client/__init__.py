@@ -3,7 +3,7 @@
 clients   `Client` for threads and `AsyncClient` for ``asyncio``
 answers   replies of the service as records and errors, checked
 transfer  models and measurements as files
-served    a predictor that asks the service and delays nobody, for ``CONFPRED_URL``
+served    a predictor that asks the service and delays no program, for ``CONFPRED_URL``
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Submission:
 
 
 def check_address(url: str, *, open_to_all: bool = False) -> httpx.URL:
-    """Return the address of a service, read. Without TLS it is on this machine: a token could be
-    read on its way, and a model changed, so that only ``$CONFPRED_PLAIN_HTTP`` allows it; or where
-    what is asked is `open_to_all`.
+    """Return the parsed address of a service. Other machines need TLS, without which a token could
+    be read on its way, and a model changed; ``$CONFPRED_PLAIN_HTTP``, or data that are
+    `open_to_all`, allow plain HTTP.
 
     Raises:
         InvalidInput: it is no such address.
@@ -107,14 +107,14 @@ class Kept:
         until, choices = self._recent.get(asked) or (0.0, ())
         return choices if clock() < until else None
 
-    def put(self, identity: str | None, found: Mapping[Asked, Choices]) -> None:
-        """Keep what the model of that identity has answered, and nothing of another model."""
+    def put(self, identity: str | None, answers: Mapping[Asked, Choices]) -> None:
+        """Keep the answers of the model with this `identity`, and drop those of another model."""
         if identity is not None and identity != self._identity:
             self._identity = identity
             self._recent = Recent(self._least)
         if self._least:
             until = clock() + self._seconds
-            for asked, choices in found.items():
+            for asked, choices in answers.items():
                 self._recent.put(asked, (until, choices))
 
 
@@ -123,21 +123,21 @@ def choices_of(
 ) -> list[tuple[Choice, ...]]:
     """Return the choices in a reply to ``/v1/predict``, best first, one tuple a problem.
 
-    Each config is looked up by what it spells out and has to be legal, as the tables and rules of
-    the service may be others than those of this process, which is to launch it.
+    Each config is looked up by its fields and has to be legal here: this process launches it, and
+    the service may have other tables and rules.
 
     Raises:
-        ValueError: the reply is not one to this question, or names what is not there or not legal.
+        ValueError: the reply is to another request, or names a config that is unknown or not legal.
     """
     answers = json.loads(reply.body)["choices"]
     if len(answers) != len(problems):
         raise ValueError(f"{len(answers)} answers to {len(problems)} problems")
-    found = []
+    rankings = []
     for problem, answer in zip(problems, answers, strict=True):
         if not 1 <= len(answer) <= top:
             raise ValueError(f"{len(answer)} choices where 1 to {top} were asked for")
-        found.append(tuple(_choice(fields, problem, device, server) for fields in answer))
-    return found
+        rankings.append(tuple(_choice(fields, problem, device, server) for fields in answer))
+    return rankings
 
 
 def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: str) -> Choice:
@@ -155,10 +155,10 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
         raise ValueError("a model or a device that is no text")
     candidate = named_candidate(problem, device, fields["provider"], fields["config"] or {})
     ms, pytorch_ms = _number(fields["predicted_ms"]), _number(fields.get("pytorch_ms"))
-    known = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
-    known |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
-    known["extrapolated"] = fields.get("extrapolated", False) is True
-    return Choice(problem, device.key, fields["source"], candidate, **known)
+    facts = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
+    facts |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
+    facts["extrapolated"] = fields.get("extrapolated", False) is True
+    return Choice(problem, device.key, fields["source"], candidate, **facts)
 
 
 def _number(value: object) -> float | None:
@@ -206,7 +206,7 @@ def is_too_much(reply: Reply) -> bool:
     return reply.status == 422 and _error_in(reply).get("field") == "problems"
 
 
-def refused(reply: Reply, request_id: str) -> ServiceError | InvalidInput:
+def error_of(reply: Reply, request_id: str) -> ServiceError | InvalidInput:
     """Return the service's error as the library would raise it."""
     error = _error_in(reply)
     if reply.status == 422 and isinstance(error.get("field"), str):
@@ -230,8 +230,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
     return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
 
 
-def unavailable(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
-    """Return the error of a call whose last attempt ended by `reply`, or by a failure in words."""
+def unavailable_error(reply: Reply | str, asked_s: float, request_id: str) -> ServiceUnavailable:
+    """Return the error of a call whose last attempt ended with `reply`, or a failure in words."""
     if isinstance(reply, str):
         return ServiceUnavailable(f"no reply: {reply}", None, request_id)
     later = f", and asks to wait {asked_s:g} s" if asked_s else ""

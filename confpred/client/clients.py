@@ -57,8 +57,8 @@ PARQUET = "application/vnd.apache.parquet"
 _TOO_SLOW = "the reply is too slow"
 #: Seconds in which a connection has to be made: a host that is down does not reply at all.
 CONNECT_S = 1.0
-#: The server, or a proxy before it, has not worked on the request. Questions change nothing, so
-#: that one whose connection broke may be asked again too.
+#: Statuses of requests that the server, or a proxy before it, has not worked on. All requests are
+#: safe to repeat, also after a broken connection.
 REPEATED = frozenset({429, 502, 503, 504})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 #: Attempts that have to fail in a row to open the circuit.
@@ -119,7 +119,7 @@ class Circuit:
             self._trial = None
 
     def failed(self, retry_after_s: float) -> None:
-        """Count a failed attempt; the server asked for `retry_after_s` seconds of peace, or 0."""
+        """Count a failed attempt; the server asks to wait `retry_after_s` seconds, or 0."""
         with uninterrupted, self._lock:
             self._failures += 1
             if self._failures < FAILURES and not self._openings:
@@ -130,14 +130,14 @@ class Circuit:
             self._until = clock() + wait
 
     def ended(self, call: object) -> None:
-        """Let another call be the trial if `call`, which is over, was."""
+        """End `call`: if it was the trial, another call may be."""
         with uninterrupted, self._lock:
             if self._trial is call:
                 self._trial = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class _ApiCall:
     """A call, whose requests share its id, its headers and its deadline on `clock`."""
 
     id: str
@@ -171,8 +171,8 @@ class _Questions(ABC, Generic[Http]):
             retries: further attempts where the connection fails or the service is too busy.
             max_batch: most problems in one request; a service that takes fewer is asked for fewer.
             kept: how many answers are kept, or up to twice as many; 0 keeps none.
-            kept_s: for how many seconds. A new model of the service empties them when its first
-                answer arrives; until then, old ones may be given for so long.
+            kept_s: for how many seconds. The first answer of a new model of the service drops the
+                kept ones; until then, old ones may be returned for so long.
             fallback: predictor that answers when the service cannot be reached within `timeout_s`;
                 without it that is an error. The choices it makes have no `Choice.server`.
 
@@ -226,7 +226,7 @@ class _Questions(ABC, Generic[Http]):
     async def _choose_many(
         self, problems: Iterable[Record], device: str | Device, *, trace: Trace | None = None
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order, in as few requests as the service takes."""
+        """Return the `choose` of each of `problems`, in order, in as few requests as possible."""
         return [choices[0] for choices in await self._ask(problems, device, 1, trace)]
 
     async def _rank(
@@ -253,8 +253,8 @@ class _Questions(ABC, Generic[Http]):
     async def _submit(
         self, shard: str | Path | RemoteFile, *, trace: Trace | None = None
     ) -> Submission:
-        """Send a file of measurements, and return what became of it so far; one that was sent
-        before is known by its bytes, and counts once."""
+        """Send a file of measurements, and return its state; a file with the same bytes as an
+        earlier one counts once."""
         file = Path(shard) if isinstance(shard, str) else shard
         body = await self._compute(file.read_bytes) or b""
         call = self._call(trace)
@@ -264,76 +264,76 @@ class _Questions(ABC, Generic[Http]):
         return self._read(reply, answers.submission_of, call, 202)
 
     async def _submission(self, upload: str, *, trace: Trace | None = None) -> Submission:
-        """Return what became of a file that was sent, by its id."""
+        """Return the state of a file that was sent, by its id."""
         return await self._get(f"/v1/measurements/{upload}", answers.submission_of, trace)
 
     async def _ask(
         self, problems: Iterable[Record], device: str | Device, top: int, trace: Trace | None
     ) -> list[Choices]:
-        """Return the best `top` choices of each problem: those that are kept, and the service's
-        for the others, each of which is sent once."""
-        known, top = get_device(device), check_top(top)
+        """Return the best `top` choices of each problem: cached ones, and the service's for the
+        others. Equal problems are sent once."""
+        target, top = get_device(device), check_top(top)
         asked: list[Asked] = []
         for problem in problems:
             if not isinstance(problem, Problem | ConvNd):
                 allowed = "a confpred.Problem or a confpred.ConvNd"
                 raise InvalidInput("problem", problem, allowed)
             asked.append((problem, top))
-        kept = self._kept.setdefault(known.key, self._make_kept())
-        found = {one: answer for one in asked if (answer := kept.get(one)) is not None}
-        missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in found]
+        kept = self._kept.setdefault(target.key, self._make_kept())
+        chosen = {one: answer for one in asked if (answer := kept.get(one)) is not None}
+        missing = [problem for problem, _ in dict.fromkeys(asked) if (problem, top) not in chosen]
         call = self._call(trace)
         while missing:
             part = missing[: self._max_batch]
-            body = {"device": known.key, "problems": [p.to_json() for p in part], "top": top}
+            body = {"device": target.key, "problems": [p.to_json() for p in part], "top": top}
             try:
                 reply = await self._exchange(call, "POST", "/v1/predict", json.dumps(body).encode())
             except ServiceUnavailable as error:
-                rank = self._instead(error).rank
+                rank = self._get_fallback(error).rank
                 for p in missing:
-                    found[p, top] = tuple(await self._compute(partial(rank, p, known, top)))
+                    chosen[p, top] = tuple(await self._compute(partial(rank, p, target, top)))
                 break
             if len(part) > 1 and answers.is_too_much(reply):
                 self._max_batch = max(1, min(self._max_batch, len(part) // 2))
                 continue
-            form = partial(answers.choices_of, part, known, top, self.url)
+            form = partial(answers.choices_of, part, target, top, self.url)
             read = self._read(reply, form, call)
             answered = {(p, top): choices for p, choices in zip(part, read, strict=True)}
             kept.put(answers.identity_of(reply, read), answered)
-            found |= answered
+            chosen |= answered
             missing = missing[len(part) :]
-        return [found[one] for one in asked]
+        return [chosen[one] for one in asked]
 
     async def _get(self, path: str, read: Callable[[Reply], Read], trace: Trace | None) -> Read:
         call = self._call(trace)
         return self._read(await self._exchange(call, "GET", path), read, call)
 
     def _read(
-        self, reply: Reply, read: Callable[[Reply], Read], call: _Call, status: int = 200
+        self, reply: Reply, read: Callable[[Reply], Read], call: _ApiCall, status: int = 200
     ) -> Read:
-        """Return what `read` finds in `reply`, which has the `status` of success.
+        """Return `reply` parsed by `read`, if it has the `status` of success.
 
         Raises:
-            InvalidInput, ServiceError: the service refused; or its reply makes no sense.
+            InvalidInput, ServiceError: the service refused, or its response is unexpected.
         """
         if reply.status != status:
-            raise answers.refused(reply, call.id)
+            raise answers.error_of(reply, call.id)
         try:
             with uninterrupted:  # the first one imports all families
                 return read(reply)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            message = f"{self.url} replies what makes no sense here: {error!r}"
+            message = f"unexpected response from {self.url}: {error!r}"
             raise ServiceError(message, reply.status, call.id) from error
 
-    def _call(self, trace: Trace | None) -> _Call:
-        given = trace or Trace()
-        request_id = given.request_id or uuid.uuid4().hex
+    def _call(self, trace: Trace | None) -> _ApiCall:
+        ids = trace or Trace()
+        request_id = ids.request_id or uuid.uuid4().hex
         headers = {**self._headers, "x-request-id": request_id}
-        if given.traceparent is not None:
-            headers["traceparent"] = given.traceparent
-        return _Call(request_id, headers, clock() + self._timeout_s)
+        if ids.traceparent is not None:
+            headers["traceparent"] = ids.traceparent
+        return _ApiCall(request_id, headers, clock() + self._timeout_s)
 
-    async def _exchange(self, call: _Call, method: str, path: str, body: bytes = b"") -> Reply:
+    async def _exchange(self, call: _ApiCall, method: str, path: str, body: bytes = b"") -> Reply:
         """Return the reply to a request, after at most `retries` further attempts.
 
         Raises:
@@ -342,7 +342,7 @@ class _Questions(ABC, Generic[Http]):
         """
         circuit = self._circuit.get()
         if not circuit.admit(call):
-            message = "the service has not answered lately and is left alone for some seconds"
+            message = "recent requests failed, so the service is not asked for some seconds"
             raise ServiceUnavailable(message, None, call.id)
         attempt = 0
         try:
@@ -359,37 +359,37 @@ class _Questions(ABC, Generic[Http]):
                 reply = await self._send(request, call.deadline)
                 if isinstance(reply, Reply) and reply.status not in REPEATED:
                     circuit.succeeded()
-                    self._answers_again()
+                    self._note_answer()
                     return reply
                 asked_s = 0.0 if isinstance(reply, str) else answers.retry_after_s(reply.headers)
                 circuit.failed(asked_s)
                 # Jitter, so that clients that failed together do not come back together.
                 pause = random.uniform(0, min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
                 if attempt == self._retries or clock() + asked_s + pause >= call.deadline:
-                    raise answers.unavailable(reply, asked_s, call.id)
+                    raise answers.unavailable_error(reply, asked_s, call.id)
                 await self._pause(asked_s + pause)
                 attempt += 1
         finally:
             circuit.ended(call)
 
-    def _instead(self, error: ServiceUnavailable) -> Predictor:
+    def _get_fallback(self, error: ServiceUnavailable) -> Predictor:
         if self._fallback is None:
             raise error
         if not self._is_away:
-            log.warning("%s: %s; this process chooses until it answers", self.url, error)
+            log.warning("%s: %s; choosing in this process meanwhile", self.url, error)
         self._is_away = True
         return self._fallback
 
-    def _answers_again(self) -> None:
+    def _note_answer(self) -> None:
         if self._is_away:
             log.warning("%s answers again", self.url)
         self._is_away = False
 
 
-def _blocking(
+def _make_blocking(
     call: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Given], Result]:
-    """Return `call` as a method of `Client`, where it never suspends."""
+    """Return `call` as a method of `Client`, whose coroutines never suspend."""
 
     @wraps(call)
     def run(self: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -405,25 +405,25 @@ def _blocking(
 
 
 class Client(_Questions[httpx.Client]):
-    """Client for threads: asks the service as one asks a `confpred.Predictor`.
+    """Client for threads, with the methods of a `confpred.Predictor`.
 
-    Connections are kept and shared by threads; a forked child makes its own. Where nothing else is
-    said, a method raises:
+    Connections are kept and shared by threads; a forked child makes its own. Unless its docstring
+    says otherwise, a method raises:
 
         InvalidInput, UnknownDevice: as the predictor does.
         ServiceUnavailable: no answer within `timeout_s`, and there is no `fallback`.
-        ServiceError: the service refused, or its reply makes no sense.
+        ServiceError: the service refused, or its response is unexpected.
     """
 
     _connections = httpx.Client
-    choose = _blocking(_Questions._choose)
-    choose_many = _blocking(_Questions._choose_many)
-    rank = _blocking(_Questions._rank)
-    plan = _blocking(_Questions._plan)
-    devices = _blocking(_Questions._devices)
-    models = _blocking(_Questions._models)
-    submit = _blocking(_Questions._submit)
-    submission = _blocking(_Questions._submission)
+    choose = _make_blocking(_Questions._choose)
+    choose_many = _make_blocking(_Questions._choose_many)
+    rank = _make_blocking(_Questions._rank)
+    plan = _make_blocking(_Questions._plan)
+    devices = _make_blocking(_Questions._devices)
+    models = _make_blocking(_Questions._models)
+    submit = _make_blocking(_Questions._submit)
+    submission = _make_blocking(_Questions._submission)
 
     def close(self) -> None:
         """Close the connections; a later call makes new ones."""

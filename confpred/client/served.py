@@ -1,8 +1,8 @@
-"""A predictor that asks the service and holds nobody up: what ``CONFPRED_URL`` turns on.
+"""A predictor that asks the service and delays no program for long; ``CONFPRED_URL`` turns it on.
 
-The first to ask about a layer waits for the service, but no longer than the patience. Then the
-model of this process answers, and the service's answer is kept for the next who asks. While the
-service does not answer in time, nobody waits for it at all; it is still asked in the background.
+The first request about a layer waits for the service, up to ``CONFPRED_URL_WAIT_MS``. Then the
+model of this process answers, and the service's answer is cached for the next request. While the
+service is late, no request waits for it; it is still asked in the background.
 """
 
 from __future__ import annotations
@@ -60,49 +60,49 @@ class _Background:
 
 
 class ServedPredictor(Predictor):
-    """Predictor that chooses what the service chooses, where it answers in time.
+    """Predictor that returns the service's choices where they arrive in time.
 
     Safe to share between threads, and to fork. A choice of this process has no `Choice.server`.
     Expected times (`expected_ms`) are always of its own model, and so are choices `within` limits.
     """
 
     def __init__(self, client: Client, models: Mapping[str, Model], patience_s: float) -> None:
-        """Ask `client`, and for longer than `patience_s` seconds, or while it fails, `models`."""
+        """Ask `client`; `models` answer while it fails, or takes more than `patience_s` seconds."""
         super().__init__(models)
         self._client, self._patience_s = client, patience_s
-        self._best_known: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
-        self._rankings_known: Recent[_Asked, _Choices] = Recent(RANKINGS_KEPT)
+        self._best_cache: Recent[_Asked, _Choices] = Recent(BEST_KEPT)
+        self._ranking_cache: Recent[_Asked, _Choices] = Recent(RANKINGS_KEPT)
         self._background = PerProcess(_Background)
         self._answers_in_time = True
 
     def choose_many(
         self, problems: Iterable[Record], device: str | Device, *, max_regret: float | None = None
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; all of them wait once."""
-        known, asked = self._device(device), list(problems)
+        """Return the `choose` of each of `problems`, in order; all of them wait once."""
+        target, asked = self._device(device), list(problems)
         accepted = check_max_regret(max_regret)
-        self._wait_for(asked, known, 1)
-        found = (self._answer(problem, known, 1, wait_for_it=False) for problem in asked)
-        return [with_fallback(choices, accepted)[0] for choices in found]
+        self._wait_for(asked, target, 1)
+        answers = (self._answer(problem, target, 1, wait_for_it=False) for problem in asked)
+        return [with_fallback(choices, accepted)[0] for choices in answers]
 
     def _answer(
         self, problem: Record, device: Device, top: int, *, wait_for_it: bool = True
     ) -> _Choices:
         if wait_for_it:
             self._wait_for([problem], device, top)
-        return self._known(top).get((problem, device, top)) or super()._answer(problem, device, top)
+        return self._cache(top).get((problem, device, top)) or super()._answer(problem, device, top)
 
-    def _known(self, top: int) -> Recent[_Asked, _Choices]:
-        """Return the answers of the service."""
-        return self._best_known if top == 1 else self._rankings_known
+    def _cache(self, top: int) -> Recent[_Asked, _Choices]:
+        """Return the cache of the service's answers with `top` choices."""
+        return self._best_cache if top == 1 else self._ranking_cache
 
     def _wait_for(self, problems: Sequence[Record], device: Device, top: int) -> None:
-        """Have the service asked for what it has not answered, and wait while there is patience."""
+        """Ask the service for problems without an answer, and wait for the patience at most."""
         background = self._background.get()
         missing = [
             problem
             for problem in dict.fromkeys(problems)
-            if isinstance(problem, Record) and self._known(top).get((problem, device, top)) is None
+            if isinstance(problem, Record) and self._cache(top).get((problem, device, top)) is None
         ]
         new = [p for p in missing if (p, device, top) not in background.under_way]
         if new:
@@ -117,21 +117,21 @@ class ServedPredictor(Predictor):
                 self._lose_patience(f"no answer within {self._patience_s * 1e3:g} ms")
 
     def _ask(self, problems: Sequence[Record], device: Device, top: int) -> None:
-        """Ask the service, in a thread, and keep what it says."""
+        """Ask the service, in a thread, and cache its answers."""
         try:
-            found: list[_Choices]
+            answers: list[_Choices]
             if top == 1:
-                found = [(c,) for c in self._client.choose_many(problems, device)]
+                answers = [(c,) for c in self._client.choose_many(problems, device)]
             else:
-                found = [tuple(self._client.rank(p, device, top)) for p in problems]
+                answers = [tuple(self._client.rank(p, device, top)) for p in problems]
         except ConfpredError as error:
             return self._lose_patience(str(error))
-        for problem, choices in zip(problems, found, strict=True):
-            self._known(top).put((problem, device, top), choices)
+        for problem, choices in zip(problems, answers, strict=True):
+            self._cache(top).put((problem, device, top), choices)
         self._answers_in_time = True
         return None
 
     def _lose_patience(self, reason: str) -> None:
         if self._answers_in_time:
-            log.warning("%s: %s; this process chooses until it answers", self._client.url, reason)
+            log.warning("%s: %s; choosing in this process meanwhile", self._client.url, reason)
         self._answers_in_time = False

@@ -45,14 +45,14 @@ def _json(http: httpx.Client, path: str) -> dict[str, Any]:
     """Return the reply to a request."""
     try:
         reply = http.get(path)
-        found: dict[str, Any] = reply.json()
+        content: dict[str, Any] = reply.json()
     except (httpx.HTTPError, ValueError) as error:
         raise ServiceError(f"no reply to {path}: {error}", None, "-") from error
     if reply.status_code != 200:
-        said = found.get("error", {}).get("message", "")
+        said = content.get("error", {}).get("message", "")
         request = reply.headers.get("x-request-id", "-")
         raise ServiceError(f"{path}: {reply.status_code} {said}", reply.status_code, request)
-    return found
+    return content
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
         digest: SHA-256 of the model's card.
         device: key of the device that the model has to be for.
         models: folder of model folders.
-        signers: file of those one of whom has to have signed the card; None for anybody.
+        signers: file of signers, one of whom must have signed the card; None accepts any card.
 
     Returns:
         The folder of the model, which may have been there.
@@ -123,13 +123,13 @@ def _check_card(card: Card, device: str) -> None:
         raise ModelError(f"the model is for {card.device!r}, not for {device}")
     latest = datetime.now(timezone.utc) + timedelta(days=1)
     if not card.created or card.created[:10] > f"{latest:%Y-%m-%d}":
-        raise ModelError(f"the model is of {card.created!r}, and would be the newest for ever")
+        raise ModelError(f"the model's date is {card.created!r}, missing or in the future")
     if unknown := [name for name in card.files if not FILES.fullmatch(name)]:
         raise ModelError(f"the model has a file {unknown[0][:80]!r}, which no model has")
 
 
 def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
-    """Fetch what `file` lacks of a file with this SHA-256."""
+    """Fetch the bytes that `file` lacks of a file with this SHA-256."""
     if file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == digest:
         return
     part = file.with_name(f"{file.name}.part")
@@ -157,28 +157,28 @@ def _fetch(http: httpx.Client, path: str, file: Path, digest: str) -> None:
 
 
 def fetch_rows(url: str, folder: Path) -> None:
-    """Fetch the rows of all uploads that a service has admitted, a file each; without those that
-    are taken back meanwhile.
+    """Fetch the rows of all uploads that a service has admitted, a file each; uploads that are
+    taken back meanwhile are skipped.
 
     Raises:
         ServiceError: the service does not answer, or takes no measurements.
     """
     with _service(url) as http:
-        for each in _json(http, "/v1/measurements")["measurements"]:
-            reply = http.get(f"/v1/measurements/{each['id']}/rows")
+        for upload in _json(http, "/v1/measurements")["measurements"]:
+            reply = http.get(f"/v1/measurements/{upload['id']}/rows")
             if reply.status_code == 404:
-                log.warning("%s has no rows of %.12s any more", url, each["id"])
-            elif reply.status_code != 200 or not re.fullmatch("[0-9a-f]{64}", each["id"]):
-                raise ServiceError(f"no rows of {each['id']:.64}", reply.status_code, "-")
+                log.warning("%s has no rows of %.12s any more", url, upload["id"])
+            elif reply.status_code != 200 or not re.fullmatch("[0-9a-f]{64}", upload["id"]):
+                raise ServiceError(f"no rows of {upload['id']:.64}", reply.status_code, "-")
             else:
-                (folder / f"part-{each['id']}.parquet").write_bytes(reply.content)
+                (folder / f"part-{upload['id']}.parquet").write_bytes(reply.content)
 
 
 @contextmanager
 def submitting(url: str, folder: Folder) -> Iterator[None]:
     """Send the shards of a sampler's `folder` to the service at `url` while the block runs, and
-    those that are left at its end, control configs first. A service that refuses stops nobody: the
-    same command sends what is left later."""
+    the remaining ones at its end, control configs first. A refusal is logged and stops nothing; the
+    same command sends the remaining shards later."""
     done = threading.Event()
     with Client(url, token=os.environ.get(TOKEN) or None, timeout_s=_UPLOAD_S) as client:
 

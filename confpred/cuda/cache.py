@@ -61,8 +61,8 @@ class KernelCache:
             content = path.read_bytes()
         except OSError:
             return None
-        if (payload := unsealed(content)) is not None:
-            used(path)
+        if (payload := unseal(content)) is not None:
+            note_use(path)
             return payload
         log.warning("damaged kernel cache entry %s: removed, compiling again", path)
         with contextlib.suppress(OSError):  # on a read-only disk it stays, and is found again
@@ -71,13 +71,13 @@ class KernelCache:
 
     def put(self, key: str, payload: bytes) -> None:
         """Store `payload` under `key`; an entry is either whole or absent."""
-        content = sealed(payload)
+        content = seal(payload)
         try:
             write_whole(self._path(key), lambda file: file.write(content), private=True)
         except StorageError as error:
             log.warning("kernel cache %s is not writable (%s)", self.folder, error)
         else:
-            added(self.folder, len(content), self.most)
+            note_addition(self.folder, len(content), self.most)
 
     def _path(self, key: str) -> Path:
         return self.folder / entry_name(key)
@@ -88,19 +88,19 @@ def entry_name(key: str) -> str:
     return f"{key[:2]}/{key}.cubin"
 
 
-def sealed(payload: bytes) -> bytes:
+def seal(payload: bytes) -> bytes:
     """Return the content of an entry: `payload` after its checksum."""
     return hashlib.sha256(payload).digest() + payload
 
 
-def unsealed(content: bytes) -> bytes | None:
+def unseal(content: bytes) -> bytes | None:
     """Return the payload of an entry's content; None if that is damaged."""
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if payload and hashlib.sha256(payload).digest() == digest else None
 
 
 def _private(folder: Path) -> bool:
-    """Whether only this user can put files in `folder`."""
+    """Return whether only this user can put files in `folder`."""
     if not hasattr(os, "geteuid"):  # Windows: the profile's folder is the user's own
         return True
     status = folder.stat()
@@ -110,7 +110,7 @@ def _private(folder: Path) -> bool:
     return safe
 
 
-# Eviction: the entries that were not used for longest go first. No process keeps an index. A use
+# Eviction removes the least recently used entries first. No process keeps an index. A use
 # sets an entry's time of change, and a *sweep* lists the folder and removes the oldest entries. Any
 # number of processes may sweep at once: they remove the same ones. An entry under its temporary
 # name is being written, and is left alone until nobody can be writing it.
@@ -118,14 +118,14 @@ def _private(folder: Path) -> bool:
 #: MiB; the kernels of a network take a few.
 DEFAULT_MIB = 1024
 _VARIABLE = "CONFPRED_CACHE_MIB"
-#: A sweep leaves room, so that it is not the next kernel that needs one.
+#: Part of the allowed bytes that a sweep leaves, so that the next kernel does not need another.
 _KEPT = 7 / 8
-#: A process looks again when it has added this part of what is allowed.
+#: A process sweeps again when it has added this part of the allowed bytes.
 _LOOK_AGAIN = 1 / 16
 _ABANDONED_S = 3600.0
 _ENTRY = re.compile(r"[0-9a-f]+\.cubin")
 _TEMPORARY = re.compile(r"\.[0-9a-f]+\.cubin\..+\.tmp")
-#: Bytes that this process has added to each folder since it last looked.
+#: Bytes that this process has added to each folder since its last sweep.
 _added: dict[Path, int] = {}
 
 
@@ -143,15 +143,15 @@ def most_bytes() -> int:
     return int(chosen) * 2**20
 
 
-def used(path: Path) -> None:
-    """Record that the entry at `path` was used now."""
+def note_use(path: Path) -> None:
+    """Note that the entry at `path` was used now."""
     with contextlib.suppress(OSError):  # a disk that is read-only: nothing can be removed either
         os.utime(path)
 
 
-def added(folder: Path, size: int, most: int) -> None:
-    """Record that an entry of `size` bytes was written to `folder`, and sweep it where that may
-    have made it larger than `most` bytes. Each of several processes may add a sixteenth unseen."""
+def note_addition(folder: Path, size: int, most: int) -> None:
+    """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
+    made it larger than `most` bytes. Each process may add a sixteenth of them before it sweeps."""
     together = _added.get(folder, most) + size
     if together <= most * _LOOK_AGAIN:
         _added[folder] = together
@@ -161,8 +161,7 @@ def added(folder: Path, size: int, most: int) -> None:
 
 
 def sweep(folder: Path, most: int) -> None:
-    """Remove the entries in `folder` that were not used for longest, if all have more than `most`
-    bytes."""
+    """Remove the least recently used entries of `folder`, if all have more than `most` bytes."""
     files = sorted(_files(folder), key=lambda file: file[0])
     total = sum(size for _, size, _ in files)
     if total <= most:
@@ -181,12 +180,12 @@ def sweep(folder: Path, most: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Time of the last use (ns), size in bytes, and path of everything that a sweep may remove."""
+    """Yield time of last use (ns), size (bytes) and path of the files that a sweep may remove."""
     abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
-    for part in _listed(folder):
+    for part in _list_folder(folder):
         if not part.is_dir(follow_symlinks=False):
             continue
-        for file in _listed(Path(part.path)):
+        for file in _list_folder(Path(part.path)):
             temporary = _TEMPORARY.fullmatch(file.name)
             if temporary or _ENTRY.fullmatch(file.name):
                 with contextlib.suppress(OSError):  # gone meanwhile
@@ -195,9 +194,9 @@ def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
                         yield status.st_mtime_ns, status.st_size, Path(file.path)
 
 
-def _listed(folder: Path) -> list[os.DirEntry[str]]:
+def _list_folder(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []

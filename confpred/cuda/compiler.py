@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from confpred._version import __version__
 from confpred.concurrency import uninterrupted
-from confpred.cuda.cache import KernelCache, default_folder, entry_name, sealed, unsealed
+from confpred.cuda.cache import KernelCache, default_folder, entry_name, seal, unseal
 from confpred.errors import CompileError, DataError, InvalidInput, MissingExtra
 from confpred.families.kernel_text import file_text, source_digest
 from confpred.files import read_json
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _STANDARD = "c++17"
 _ACTIVATIONS = "activations.cuh"
-#: Two threads that import `cuda.core` for the first time find it half imported.
+#: Held while `cuda.core` is imported: a second thread would find it half imported.
 _importing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledKernel:
     """A kernel ready to load.
 
     Attributes:
@@ -80,8 +80,8 @@ def program_text(spec: KernelSpec) -> str:
 
 
 def _header(spec: KernelSpec) -> str:
-    """Return the part of a program before the kernel's own text: the macros, and the activations
-    where the kernel is to have one that its text lacks."""
+    """Return the part of a program before the kernel's own text: the macros, then the activations
+    if the kernel applies one that its text does not define."""
     macros = "".join(f"#define {name} {value}\n" for name, value in spec.defines)
     activation, more = f"#define {dict(spec.defines).get('ACTIVATION')} ", file_text(_ACTIVATIONS)
     lacks = activation in more and activation not in file_text(spec.file)
@@ -90,7 +90,7 @@ def _header(spec: KernelSpec) -> str:
 
 def compile_kernel(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
-) -> Compiled:
+) -> CompiledKernel:
     """Compile `spec` for `arch` (such as ``sm_90a``), or take it from a bundle that is open or from
     the cache.
 
@@ -99,24 +99,24 @@ def compile_kernel(
         MissingExtra: the compiler is not installed.
     """
     store = kernel_cache or KernelCache(default_folder())
-    known = compiled_before(spec, arch, store)
-    if known is not None:
-        return known
+    compiled = compiled_before(spec, arch, store)
+    if compiled is not None:
+        return compiled
     text = program_text(spec)
     cubin = _compile(text, spec, options(arch, name=spec.entry))
     store.put(_key(text, spec, arch), cubin)
-    return Compiled(cubin, spec.entry, cached=False)
+    return CompiledKernel(cubin, spec.entry, cached=False)
 
 
 def compiled_before(
     spec: KernelSpec, arch: str, kernel_cache: KernelCache | None = None
-) -> Compiled | None:
+) -> CompiledKernel | None:
     """Return `spec` for `arch` from a bundle or the cache; None if it has to be compiled."""
-    cubin = bundled(spec, arch)
+    cubin = read_bundled(spec, arch)
     if cubin is None:
         store = kernel_cache or KernelCache(default_folder())
         cubin = store.get(_key(program_text(spec), spec, arch))
-    return None if cubin is None else Compiled(cubin, spec.entry, cached=True)
+    return None if cubin is None else CompiledKernel(cubin, spec.entry, cached=True)
 
 
 def keep_compiled(spec: KernelSpec, arch: str, cubin: bytes) -> None:
@@ -178,14 +178,14 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
     text, name = program_text(spec).encode(), spec.file.encode()
     with uninterrupted:
         _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
-        words = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
-        (refused,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+        arguments = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+        (refused,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
         log, ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
         size_of = nvrtc.nvrtcGetProgramLogSize if refused else nvrtc.nvrtcGetPTXSize
-        found = bytearray(size_of(program)[1])
-        (log if refused else ptx)(program, found)
+        buffer = bytearray(size_of(program)[1])
+        (log if refused else ptx)(program, buffer)
         nvrtc.nvrtcDestroyProgram(program)
-    result = found.rstrip(b"\0").decode()
+    result = buffer.rstrip(b"\0").decode()
     if refused:
         raise CompileError(f"{spec.file} with {dict(spec.defines)} for {arch}", result)
     return result
@@ -197,10 +197,10 @@ def ptx_of(spec: KernelSpec, arch: str) -> str:
 #                              "confpred": "0.1.0", "sources": {"depthwise.cu": "4b5c6d7e8f901234"}}
 #     kernels/0a/0a...cubin   entries as in the user's cache (`confpred.cuda.cache`)
 #
-# The user's cache distinguishes compilers and all bytes of a source. A bundle does not: its kernels
-# are known by what their source means (`confpred.families.kernel_text.source_digest`), their macros
-# and the architecture, so that they serve a machine with another NVRTC, or with none. Nor has the
-# folder to be private to its user, who has named it; checksums are compared all the same.
+# A cache entry is for one compiler and the exact bytes of a source. A kernel of a bundle is for the
+# meaning of its source (`confpred.families.kernel_text.source_digest`), its macros and the
+# architecture, so that a machine with another NVRTC, or with none, can load it. The folder need not
+# be private to its user, who has named it; checksums are compared in both.
 
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ log = logging.getLogger(__name__)
 FORMAT = "confpred-bundle/1"
 MANIFEST, KERNELS = "manifest.json", "kernels"
 _opened: tuple[KernelBundle, ...] = ()  # the latest first
-_incomplete: set[KernelBundle] = set()  # what lacks a kernel is said once
+_incomplete: set[KernelBundle] = set()  # bundles whose first missing kernel was logged
 _lock = threading.Lock()
 
 
@@ -231,7 +231,7 @@ class KernelBundle:
             content = path.read_bytes()
         except OSError:
             return None
-        cubin = unsealed(content)
+        cubin = unseal(content)
         if cubin is None:
             log.warning("%s is damaged: compiling it again", path)
         return cubin
@@ -250,7 +250,7 @@ def bundle_files(
         "sources": {name: source_digest(name) for name in sorted({s.file for s in cubins})},
     }
     entries = {
-        f"{KERNELS}/{entry_name(_bundle_key(spec, arch))}": sealed(cubin)
+        f"{KERNELS}/{entry_name(_bundle_key(spec, arch))}": seal(cubin)
         for spec, cubin in cubins.items()
     }
     return {MANIFEST: json.dumps(manifest, indent=1) + "\n", **entries}
@@ -277,8 +277,8 @@ def open_kernels(folder: Path, arch: str, *, whole: bool = True) -> KernelBundle
         current = _current_digest(name)
         if current != digest:
             raise DataError(
-                f"{path} is of other kernels: the digest of {name} is {str(digest)[:8]} there, and "
-                f"{current[:8]} here; make the bundle again"
+                f"{path} was made from other sources: {name} has the digest {str(digest)[:8]} "
+                f"there, and {current[:8]} here; make the bundle again"
             )
     bundle = KernelBundle(folder.resolve(), arch)
     with uninterrupted, _lock:
@@ -289,14 +289,14 @@ def open_kernels(folder: Path, arch: str, *, whole: bool = True) -> KernelBundle
 
 
 def close_kernels(bundle: KernelBundle) -> None:
-    """Look there no more; kernels that are loaded stay loaded."""
+    """Stop looking for kernels in `bundle`; loaded kernels stay loaded."""
     global _opened
     with uninterrupted, _lock:
         _opened = tuple(other for other in _opened if other != bundle)
         _incomplete.discard(bundle)
 
 
-def bundled(spec: KernelSpec, arch: str) -> bytes | None:
+def read_bundled(spec: KernelSpec, arch: str) -> bytes | None:
     """Return the cubin of `spec` for `arch` from the open bundles; None if they lack it.
 
     The first miss is a warning, because the user counts on a start without a compiler.
@@ -309,7 +309,7 @@ def bundled(spec: KernelSpec, arch: str) -> bytes | None:
         if bundle not in _incomplete:
             _incomplete.add(bundle)
             what = f"{spec.entry} with {dict(spec.defines)}"
-            log.warning("%s lacks kernels that are asked for, such as %s", bundle.folder, what)
+            log.warning("%s lacks kernels, such as %s: compiling them", bundle.folder, what)
     return None
 
 
@@ -334,7 +334,7 @@ def compile_all(
     kernel_cache: KernelCache | None = None,
     *,
     threads: int | None = None,
-) -> dict[KernelSpec, Compiled]:
+) -> dict[KernelSpec, CompiledKernel]:
     """Compile each of `specs` once by `compile_kernel`, in `threads`, by default one a processor.
 
     Raises:
@@ -351,8 +351,8 @@ def compile_all(
 
 
 def compiled_files(specs: Iterable[KernelSpec], arch: str) -> dict[str, str | bytes]:
-    """Compile `specs` for `arch`, and return the files that let a start do without the compiler, by
-    their names in a folder. It needs no GPU, and raises as `compile_all` does."""
+    """Compile `specs` for `arch`, and return the files of a bundle of them, by their names in its
+    folder. It needs no GPU, and raises as `compile_all` does."""
     compiled = compile_all(specs, arch)
     cubins = {spec: kernel.cubin for spec, kernel in compiled.items()}
     return bundle_files(cubins, arch, nvrtc_version())

@@ -1,13 +1,13 @@
-"""The description of whichever GPU is at hand: from the table of GPU models, else from its driver.
+"""The description of the GPU at hand: from the table of GPU models, else from its driver.
 
-    name and multiprocessors are those of a row of the table?  ->  that row
-    the driver was asked before, and is the same?                ->  what was remembered
+    name and multiprocessors are those of a GPU model in the table?  ->  that model
+    it was measured before, with the same driver?                ->  the remembered description
     compute capability 8.0 or later                              ->  sizes from the driver; rates
                                                                      measured, and remembered
 
 The rates are measured in a fraction of a second: a device copy, and the two kernels of
 ``kernels/rates.cu``. The driver reports clocks and widths, but not which share kernels reach, nor
-that a GPU is held back, as a part of a GPU (MIG) or a virtual one is.
+the limits of a part of a GPU (MIG) or a virtual one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TURNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Description of a GPU by its driver: its name, the driver's version, the compute
-    capability, and what is called the same in `confpred.problem.device.Device`."""
+    """Description of a GPU by its driver: the GPU model's name, the driver's version, the compute
+    capability, and the fields of the same names in `confpred.problem.device.Device`."""
 
     name: str
     driver: str
@@ -102,7 +102,7 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     board, key = listed(facts.name), key_of(facts.name)
     if board is not None and board.sm_count == facts.sm_count:
         return board
-    if board is not None:  # one name may have GPUs of several sizes, and virtual GPUs
+    if board is not None:  # GPUs of one name may differ in size, such as virtual ones
         key = f"{key}-{facts.sm_count}sm"
     if facts.capability < _OLDEST:
         capability = ".".join(map(str, facts.capability))
@@ -112,9 +112,9 @@ def device_with(facts: Facts, measure: Callable[[str], Rates]) -> Device:
     if (facts.regs_per_sm, facts.smem_reserved_per_block) != fixed:
         needed = "a GPU of {:,} registers a multiprocessor and {:,} bytes reserved a block"
         raise UnknownDevice("device", facts.name, needed.format(*fixed))
-    known = recall(key)
-    if known is not None and known.driver == facts.driver:
-        return device_from(known.board)
+    record = recall(key)
+    if record is not None and record.driver == facts.driver:
+        return device_from(record.board)
     try:
         rates = measure(facts.arch)
     except ConfpredError as error:
@@ -186,12 +186,12 @@ def _work(entry: str, facts: Facts) -> Callable[[Any], None]:
 def _seconds(cuda_device: Any, stream: Any, enqueue: Callable[[Any], object]) -> float:
     """Return the fastest of some turns of `enqueue` on `stream`, by device events."""
     enqueue(stream)  # clocks rise, code is loaded
-    found = []
+    seconds = []
     for _ in range(_TURNS):
         start, end = (cuda_device.create_event({"timing_enabled": True}) for _ in range(2))
         stream.record(start)
         enqueue(stream)
         stream.record(end)
         end.sync()
-        found.append((end - start) * 1e-3)
-    return float(min(found))
+        seconds.append((end - start) * 1e-3)
+    return float(min(seconds))

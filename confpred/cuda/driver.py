@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from confpred.cuda.compiler import Compiled
+from confpred.cuda.compiler import CompiledKernel
 from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates
 from confpred.errors import LaunchError, MissingExtra, UnknownDevice
 from confpred.problem.device import Device
@@ -75,16 +75,16 @@ def device_of(ordinal: int) -> Device:
     A GPU that is in no table is measured, once a user and driver (`confpred.cuda.discovery`).
 
     Raises:
-        UnknownDevice: there can be none.
+        UnknownDevice: the GPU cannot be described.
     """
-    found = _found(ordinal)
-    if isinstance(found, UnknownDevice):
-        raise found
-    return found
+    description = _describe_device(ordinal)
+    if isinstance(description, UnknownDevice):
+        raise description
+    return description
 
 
 @lru_cache
-def _found(ordinal: int) -> Device | UnknownDevice:
+def _describe_device(ordinal: int) -> Device | UnknownDevice:
     """Return the description, or why there is none, so that nothing is measured twice."""
     cuda_device = _cuda_device(ordinal)
     facts = Facts.of(cuda_device, describe(ordinal)[1])
@@ -101,7 +101,7 @@ def _found(ordinal: int) -> Device | UnknownDevice:
 
 @contextmanager
 def _current(cuda_device: Any) -> Iterator[None]:
-    """Let `cuda_device` be this thread's within the block; PyTorch may count on another one."""
+    """Make `cuda_device` current in this thread within the block, and then the former one again."""
     from cuda.bindings import driver
 
     _, former = driver.cuCtxGetCurrent()
@@ -113,7 +113,7 @@ def _current(cuda_device: Any) -> Iterator[None]:
 
 
 def describe(ordinal: int) -> tuple[str, str]:
-    """Name of CUDA device `ordinal`, and the driver's version."""
+    """Return the name of CUDA device `ordinal`, and the driver's version."""
     from cuda.core import system
 
     version = ".".join(map(str, system.get_kernel_mode_driver_version()))
@@ -131,7 +131,7 @@ def sm_clock_mhz(ordinal: int) -> int:
         return 0
 
 
-def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
+def load(compiled: CompiledKernel, smem_bytes: int) -> LoadedKernel:
     """Load a cubin into the current context and allow it `smem_bytes` of dynamic shared memory, or
     as much as a block can have beside the arrays that the kernel declares itself.
 
@@ -152,8 +152,8 @@ def load(compiled: Compiled, smem_bytes: int) -> LoadedKernel:
 
 @contextmanager
 def outside_capture() -> Iterator[None]:
-    """Let this thread do what a stream capture forbids, such as loading a kernel; of what is done
-    so, only launches on the captured stream become part of the graph."""
+    """Allow this thread what a stream capture forbids, such as loading a kernel. Only launches on
+    the captured stream become part of the graph."""
     from cuda.bindings import driver
 
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -203,8 +203,8 @@ class _Attribute(ctypes.Structure):
 def _attributes(step: Step) -> Any:
     """Return the launch attributes of `step`, an array that may be empty."""
     cooperative = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    found = [_Attribute(cooperative, 0, (ctypes.c_int * 16)(1))] if step.cooperative else []
-    return (_Attribute * len(found))(*found)
+    attributes = [_Attribute(cooperative, 0, (ctypes.c_int * 16)(1))] if step.cooperative else []
+    return (_Attribute * len(attributes))(*attributes)
 
 
 class NoContext(LaunchError):
@@ -232,7 +232,7 @@ def bind(
     The function is called with the handle of a CUDA stream and the device address of each operand
     in the order of `names`, 0 for an absent one. The current context must be the kernels'. It
     raises `NoContext` where this thread has none, and `LaunchError` where the driver refuses. It is
-    the hot path of the library: one function that holds what it needs.
+    the hot path of the library, so one function holds all that a launch needs.
     """
     addresses = ctypes.create_string_buffer(8 * (len(names) + 1))  # the last one stays null
     place = {name: index for index, name in enumerate(names)}

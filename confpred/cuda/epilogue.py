@@ -1,8 +1,8 @@
 """The launch of ``kernels/epilogue.cu``, which follows a convolution of another library.
 
-PyTorch's own operator computes a convolution and its bias. The other parts of a problem the library
-gives to this kernel, which takes one pass over the output for all of it; so PyTorch's answer to
-such a problem takes the time of both.
+PyTorch's own operator computes a convolution and its bias. This kernel computes the remaining
+steps of the problem, in one pass over the output. PyTorch's time for such a problem is the sum of
+both.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def epilogue_launch(
     sm_count: int,
     operands: tuple[str, ...] = ("out", "bias", "residual"),
 ) -> Launch:
-    """`kernel` on a tensor of ``rows * channels`` elements, the operand ``out``, on a device of
-    `sm_count` multiprocessors; the others of `operands` are the other operands.
+    """Return the launch of `kernel` on a tensor of ``rows * channels`` elements, the operand
+    ``out``, on a device of `sm_count` multiprocessors; `operands` are named in the kernel's order.
 
     The grid is as large as the device holds at once, or smaller where the tensor is, and its
     threads are a multiple of the accesses of a row, which the kernel counts on.

@@ -1,4 +1,4 @@
-"""cuDNN's execution plans, as configs that are measured, learned and chosen like our kernels'.
+"""cuDNN's execution plans, measured, learned and chosen as confpred kernels are.
 
     table.py   the plans that cuDNN has offered so far, by engine and knobs: ``plans.csv``
     family.py  which of them may serve a problem, and how they tile it: ``tiles.csv``

@@ -1,7 +1,7 @@
 """cuDNN's plans as two families, ``cudnn`` of two-dimensional layers and ``cudnn_nd`` of layers of
 any rank: which of them may serve a problem, and how they are described.
 
-They are sampled where they are asked for: ``confpred sample --family cudnn``.
+They are sampled on request alone: ``confpred sample --family cudnn``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from confpred.cudnn.table import (
     KNOBS,
     NOTES,
     RELEASE,
-    Table,
+    PlanTable,
     kind_of,
     read_lines,
     release_text,
@@ -35,21 +35,20 @@ from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Launch, LibraryPlan, Operation
 
-# Tiles. A plan is known to cuDNN by engine and knobs, which are numbers. How it tiles the matrix
-# product of a convolution stands in the name of its kernel, and a profiler sees threads, registers
-# and shared memory: ``tiles.csv`` has these of the plans that were seen
-# (`datasets/plan_kernels.py`). A plan that was not seen, or whose kernel has a name that says
-# nothing, is described by zeros.
+# Tiles. cuDNN names a plan by the numbers of its engine and knobs. The name of its kernel has the
+# tile of the matrix product, and a profiler reports threads, registers and shared memory:
+# ``tiles.csv`` has these of the plans that were profiled (`datasets/plan_kernels.py`). Features of
+# other plans, and of those whose kernel's name has no tile, are zeros.
 
 TILES_FILE = Path(__file__).with_name("tiles.csv")
 #: The number of a plan, and of its main kernel: rows, columns and terms of the product that a
 #: block takes at a time, its threads, the registers of a thread, and its bytes of shared memory.
 PLAN = "plan"
 TILE_FIELDS = ("block_rows", "block_columns", "block_terms", "threads", "registers", "smem_bytes")
-#: `described`, by column. Shares are of the products that tiles compute, padding included; *work*
-#: is that of the multiprocessor that has most of it, over an even share of what is needed, in
-#: whole sums and in sums that are cut into as many slices as fill the device; *traffic* is what
-#: blocks read over what tensors hold.
+#: Columns of `describe_tiles`. Shares are of the products that tiles compute, padding included;
+#: *work* is that of the multiprocessor that has most of it, over an even share of the work needed,
+#: in whole sums and in sums that are cut into as many slices as fill the device; *traffic* is the
+#: bytes that blocks read over the bytes of the tensors.
 TILE_NAMES = (
     *TILE_FIELDS[:3], "log_blocks", "blocks_per_sm", "log_waves", "wave_share", "tile_share",
     "channel_share", "log_steps", "log_work", "log_split_work", "log_sums", "log_traffic",
@@ -60,10 +59,10 @@ def tiles_of(lines: Iterable[Mapping[str, str]], plans: int) -> dict[str, Array]
     """Return each of ``TILE_FIELDS`` as an array over so many plans, 0 where nothing is known."""
     names = (PLAN, *TILE_FIELDS)
     numbers = np.array([[int(line[name]) for name in names] for line in lines], np.int64)
-    found = np.zeros((len(TILE_FIELDS), plans), np.int64)
-    found[:, numbers[:, 0]] = numbers[:, 1:].T
-    found.setflags(write=False)
-    return dict(zip(TILE_FIELDS, found, strict=True))
+    table = np.zeros((len(TILE_FIELDS), plans), np.int64)
+    table[:, numbers[:, 0]] = numbers[:, 1:].T
+    table.setflags(write=False)
+    return dict(zip(TILE_FIELDS, table, strict=True))
 
 
 @cache
@@ -80,15 +79,15 @@ def tiles_nd() -> dict[str, Array]:
     return {name: np.where(rows < 0, 0, values[rows]) for name, values in tiles().items()}
 
 
-def described(problem: Problem | ConvNd, device: Device, known: Columns, rows: Rows) -> Floats:
-    """Return what the tiles of the plans `rows` mean for `problem`, as columns ``TILE_NAMES``."""
-    tile = {name: values[rows] for name, values in known.items()}
-    found = np.zeros((len(rows), len(TILE_NAMES)))
+def describe_tiles(problem: Problem | ConvNd, device: Device, tiles: Columns, rows: Rows) -> Floats:
+    """Return the features of `problem` under the tiles of plans `rows`: columns ``TILE_NAMES``."""
+    tile = {name: values[rows] for name, values in tiles.items()}
+    columns = np.zeros((len(rows), len(TILE_NAMES)))
     seen = tile["block_terms"] > 0
     if seen.any():
         some = {name: values[seen] for name, values in tile.items()}
-        found[seen] = np.column_stack(_columns(problem, device, some))
-    return found
+        columns[seen] = np.column_stack(_columns(problem, device, some))
+    return columns
 
 
 def _columns(p: Problem | ConvNd, device: Device, tile: Columns) -> list[Floats | Array]:
@@ -155,7 +154,7 @@ class CudnnPlans:
         self,
         name: str,
         operation: Operation,
-        table: Callable[[], Table],
+        table: Callable[[], PlanTable],
         tiles: Callable[[], Mapping[str, Array]],
     ) -> None:
         self.name, self.operation, self._table, self._tiles = name, operation, table, tiles
@@ -216,7 +215,7 @@ class CudnnPlans:
         own = [plans.configs[name][rows] for name in _DESCRIBED]
         own += [plans.notes[name][rows] for name in NOTES]
         shared = np.repeat(self.operation.features(problem, device), len(rows), axis=0)
-        tiled = described(problem, device, self._tiles(), rows)
+        tiled = describe_tiles(problem, device, self._tiles(), rows)
         return np.column_stack([shared, *own, tiled]).astype(np.float32)
 
     def launch(self, problem: Problem | ConvNd, row: int) -> Launch:

@@ -73,14 +73,14 @@ class BuiltPlan:
         def enqueue(stream: int, addresses: Sequence[int]) -> None:
             nonlocal is_loaded
             handle = _handle(ordinal, stream)
-            given = {uid: addresses[slot] for uid, slot in slots}
+            operands = {uid: addresses[slot] for uid, slot in slots}
             workspace = 0 if scratch is None else addresses[scratch]
             try:
                 if is_loaded:
-                    run(given, workspace, index, handle)
+                    run(operands, workspace, index, handle)
                     return
                 with driver.outside_capture():  # CUDA loads a kernel when it is first launched
-                    run(given, workspace, index, handle)
+                    run(operands, workspace, index, handle)
                 is_loaded = True
             except RuntimeError as error:
                 raise LaunchError(f"cuDNN refused a launch: {error}") from error
@@ -94,7 +94,7 @@ class Plans:
     def __init__(
         self, problem: Problem | ConvNd, ordinal: int, kernel_cache: KernelCache | None = None
     ) -> None:
-        """`kernel_cache` is where plans that are slow to build are kept; the user's by default.
+        """Cache plans that are slow to build in `kernel_cache`, by default the user's.
 
         Raises:
             MissingExtra, LaunchError: see `_handle`.
@@ -116,14 +116,14 @@ class Plans:
             raise LaunchError(f"the plan is of cuDNN {plan.version}, and this is {here}")
         key = self._key(plan)
         with driver.outside_capture():
-            return self._kept(key) or self._new(plan, key)
+            return self._read_cached(key) or self._build_new(plan, key)
 
     def is_of_this_release(self, plan: LibraryPlan) -> bool:
-        """Whether `plan` is of the cuDNN that is installed; another one numbers its engines and
-        knobs as it likes, and has its own order of them."""
+        """Return whether `plan` was listed by the installed release of cuDNN; another one numbers
+        and orders engines and knobs differently."""
         return plan.version == release_text(release())
 
-    def _new(self, plan: LibraryPlan, key: str) -> BuiltPlan:
+    def _build_new(self, plan: LibraryPlan, key: str) -> BuiltPlan:
         if self._offered is None:
             self._offered = Graph(self._problem, handle=_handle(self._ordinal))
         offered = self._offered
@@ -140,7 +140,7 @@ class Plans:
             raise LaunchError(f"cuDNN cannot build the plan: {error}") from error
         return built
 
-    def _kept(self, key: str) -> BuiltPlan | None:
+    def _read_cached(self, key: str) -> BuiltPlan | None:
         """Return the plan that was built before; None if there is none, or cuDNN refuses it now."""
         content = self._cache.get(key)
         if content is None:
@@ -151,7 +151,7 @@ class Plans:
             graph.deserialize(handle, list(content))
             return self._built(graph, 0)
         except (RuntimeError, front_end().cudnnGraphNotSupportedError) as error:
-            log.debug("%s: a kept plan is built again: %s", self._problem, error)
+            log.debug("%s: a cached plan is built again: %s", self._problem, error)
             return None
 
     def _built(self, graph: Any, index: int) -> BuiltPlan:
@@ -179,18 +179,18 @@ def _handle(ordinal: int, stream: int | None = None) -> int:
         LaunchError: cuDNN gives none.
     """
     handles: dict[int, list[int]] = _of_thread.__dict__.setdefault("handles", {})
-    known = handles.get(ordinal)
-    if known is None:
+    handle = handles.get(ordinal)
+    if handle is None:
         library = front_end()
         try:
             with driver.outside_capture():
-                known = handles[ordinal] = [library.create_handle(), -1]
+                handle = handles[ordinal] = [library.create_handle(), -1]
         except RuntimeError as error:
             raise LaunchError(f"cuDNN gives no handle: {error}") from error
-    if stream is not None and stream != known[1]:
-        front_end().set_stream(handle=known[0], stream=stream)
-        known[1] = stream
-    return known[0]
+    if stream is not None and stream != handle[1]:
+        front_end().set_stream(handle=handle[0], stream=stream)
+        handle[1] = stream
+    return handle[0]
 
 
 # Operation graphs. cuDNN's heuristics need no GPU but its properties, so the candidates of a
@@ -243,16 +243,17 @@ class Graph:
     """A problem's operation graph, with the plans that cuDNN offers for it.
 
     Attributes:
-        names: what the front end calls each plan, its favourite first.
-        graph: the front end's own.
+        names: the front end's name of each plan, in the order that cuDNN prefers.
+        graph: the front end's graph.
         uids: number of each operand's tensor, by the operand's name.
     """
 
     def __init__(self, problem: Problem | ConvNd, **where: Any) -> None:
-        """
+        """Build the graph, and list its plans.
+
         Args:
             problem: any.
-            where: what the front end takes for the device: a ``handle`` or a ``device_property``.
+            where: the front end's argument for the device: a ``handle`` or a ``device_property``.
 
         Raises:
             MissingExtra: see `front_end`.
@@ -303,11 +304,11 @@ class Graph:
         )
         tensors = {}
         for o in (o for o in operands if not o.terms):
-            sizes, strides = laid_out(problem, o)
+            sizes, strides = tensor_layout(problem, o)
             layout = {"dim": sizes, "stride": strides, "uid": self.uids[o.name]}
             tensors[o.name] = graph.tensor(name=o.name, data_type=half, **layout)
         made = operands[0]
-        sizes, strides = laid_out(problem, made)
+        sizes, strides = tensor_layout(problem, made)
         layer = {name: list(getattr(problem, name)[2 - len(sizes) :]) for name in PAIRS}
         if problem.direction == "fprop":
             out = graph.conv_fprop(image=tensors["in"], weight=tensors["filter"], **layer)
@@ -340,9 +341,9 @@ _ACTIVATED: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def laid_out(problem: Problem | ConvNd, operand: Operand) -> tuple[list[int], list[int]]:
-    """Return sizes and strides of an operand as cuDNN counts them: N C H W or N C D H W, whatever
-    the layout. A vector is one of channels, and a line is an image of height 1."""
+def tensor_layout(problem: Problem | ConvNd, operand: Operand) -> tuple[list[int], list[int]]:
+    """Return sizes and strides of an operand in cuDNN's order, N C H W or N C D H W, of any layout.
+    A vector has one element a channel, and a line is an image of height 1."""
     rank, layout = getattr(problem, "rank", 2), getattr(problem, "layout", LAYOUTS[0])
     is_vector = len(operand.shape) == 1
     sizes = [*(1,) * (rank + 1), *operand.shape] if is_vector else [*operand.shape]

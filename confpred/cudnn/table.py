@@ -56,13 +56,13 @@ COLUMNS = (RELEASE, ENGINE, *KNOBS, *NOTES, KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PlanTable:
     """All plans.
 
     Attributes:
-        configs: release, engine and knobs of each, ``ABSENT`` where it has not the knob.
+        configs: release, engine and knobs of each, ``ABSENT`` where it lacks the knob.
         notes: each of ``NOTES`` as a mask over `configs`.
-        kinds: for each kind of problem, the mask of what cuDNN has offered for it.
+        kinds: for each kind of problem, the mask of the plans that cuDNN has offered for it.
     """
 
     configs: NDArray[np.void]
@@ -83,15 +83,15 @@ def kind_of(problem: Problem | ConvNd) -> str:
         "residual": p.residual,
         p.activation: p.activation != "none",
     }
-    found = [p.direction, p.dtype, p.grouping, "1x1" if p.taps == 1 else "window"]
-    found += [p.layout] if isinstance(p, ConvNd) else []
-    return " ".join([*found, *(name for name, has in facts.items() if has)])
+    words = [p.direction, p.dtype, p.grouping, "1x1" if p.taps == 1 else "window"]
+    words += [p.layout] if isinstance(p, ConvNd) else []
+    return " ".join([*words, *(name for name, has in facts.items() if has)])
 
 
 def release_of(version: int) -> int:
-    """Return the number by which ``plans.csv`` knows a cuDNN version such as 91900: 919."""
-    major, rest = divmod(version, 10_000)
-    return major * 100 + rest // 100
+    """Return the number of a cuDNN version in ``plans.csv``: 919 for 91900."""
+    major, minor_patch = divmod(version, 10_000)
+    return major * 100 + minor_patch // 100
 
 
 def release_text(release: int) -> str:
@@ -106,7 +106,7 @@ def read_lines(file: Path) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, str]]) -> PlanTable:
     """Return the table that these lines hold."""
     lines = list(lines)
     fields = (RELEASE, ENGINE, *KNOBS)
@@ -123,7 +123,7 @@ def table_of(lines: Iterable[Mapping[str, str]]) -> Table:
             kinds[kind][rows] = True
     for array in (*notes.values(), *kinds.values()):
         array.setflags(write=False)
-    return Table(configs, MappingProxyType(notes), MappingProxyType(kinds))
+    return PlanTable(configs, MappingProxyType(notes), MappingProxyType(kinds))
 
 
 @cache
@@ -132,25 +132,25 @@ def _number(text: str) -> int:
 
 
 @cache
-def table() -> Table:
+def table() -> PlanTable:
     """Return the contents of ``plans.csv``."""
     return table_of(read_lines(FILE))
 
 
 @cache
-def table_nd() -> Table:
+def table_nd() -> PlanTable:
     """Return the contents of ``plans_nd.csv``."""
     return table_of(read_lines(FILE_ND))
 
 
 def config_of(name: str) -> dict[str, int] | None:
-    """Return engine and knobs of the plan that the front end calls `name`; None for a knob that is
+    """Return engine and knobs of the plan with the front end's name `name`; None for a knob that is
     newer than this module, or a name of another form."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    config = {ENGINE: int(found[1])}
-    for number, value in _KNOB.findall(found[2]):
+    config = {ENGINE: int(match[1])}
+    for number, value in _KNOB.findall(match[2]):
         if int(number) >= len(KNOBS):
             return None
         config[KNOBS[int(number)]] = int(value)

@@ -1,4 +1,4 @@
-"""From a problem and a candidate to what a stream takes; above it are PyTorch and the sampler.
+"""From a problem and a candidate to a launch on a stream; PyTorch and the sampler use it.
 
     assignment.py  a problem and the candidate that is to compute it, and both as one text
     runner.py      a launch of kernels, a program or a library's plan, which lacks only addresses

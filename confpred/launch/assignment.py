@@ -17,7 +17,7 @@ MOST_READ = 65_536
 
 
 class Chosen(Protocol):
-    """An answer to what is to compute a problem, such as a `Choice`."""
+    """A problem with the candidate that was chosen for it, such as a `Choice`."""
 
     @property
     def problem(self) -> Record: ...

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled, compile_kernel
+from confpred.cuda.compiler import CompiledKernel, compile_kernel
 from confpred.problem.operation import KernelSpec, Launch
 
 #: Enqueues a launch, given the handle of a CUDA stream and the addresses of the operands.
@@ -22,7 +22,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @cache
-def _submitted(spec: KernelSpec, arch: str) -> Future[Compiled]:
+def _submitted(spec: KernelSpec, arch: str) -> Future[CompiledKernel]:
     """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
     return _threads().submit(compile_kernel, spec, arch)
 
@@ -40,7 +40,7 @@ def loaded(spec: KernelSpec, ordinal: int) -> driver.LoadedKernel:
     block.
 
     Raises:
-        CompileError, LaunchError, MissingExtra: it cannot be had.
+        CompileError, LaunchError, MissingExtra: it cannot be compiled or loaded.
         UnknownDevice: the device has no description.
     """
     device = driver.device_of(ordinal)
@@ -51,9 +51,9 @@ def loaded(spec: KernelSpec, ordinal: int) -> driver.LoadedKernel:
 
 
 def bound(launch: Launch, names: Sequence[str], ordinal: int) -> Enqueue:
-    """Return what enqueues the kernels of `launch` on CUDA device `ordinal`, given the addresses of
-    the operands in the order of `names`, 0 for an absent one; see `driver.bind`. Raises what
-    `loaded` does."""
+    """Return a function that enqueues the kernels of `launch` on CUDA device `ordinal`, given the
+    addresses of the operands in the order of `names`, 0 for an absent one; see `driver.bind`.
+    Raises what `loaded` does."""
     compile_soon(launch, ordinal)
     kernels = [loaded(step.kernel, ordinal) for step in launch.steps]
     return driver.bind(kernels, launch, names)
@@ -61,8 +61,8 @@ def bound(launch: Launch, names: Sequence[str], ordinal: int) -> Enqueue:
 
 def _reset_after_fork() -> None:
     """Forget threads and kernels, which a child process does not have."""
-    for found in (_threads, _submitted, loaded):
-        found.cache_clear()
+    for cached in (_threads, _submitted, loaded):
+        cached.cache_clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

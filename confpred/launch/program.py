@@ -36,7 +36,7 @@ class Program:
 
     Args:
         launch: one with a program.
-        bind: from a step to what launches it.
+        bind: returns a function that launches a step.
     """
 
     def __init__(self, launch: Launch, bind: Callable[[Step], Bound]) -> None:
@@ -110,5 +110,5 @@ def _made(view: View, operands: Operands, made: dict[View, Tensor]) -> Tensor:
     offset = tensor.storage_offset() + view.offset
     one = view.shape[0] == 1
     shape, strides = (view.shape[1:], view.strides[1:]) if one else (view.shape, view.strides)
-    found = made[view] = tensor.as_strided(shape, strides, offset)
-    return found
+    matrices = made[view] = tensor.as_strided(shape, strides, offset)
+    return matrices

@@ -24,12 +24,12 @@ class Runner:
     """A launch that lacks only its operands.
 
     Attributes:
-        launch: what it launches, with the workspace that a library's plan needs.
-        names: of the operation's operands, outputs first, then of the workspaces.
-        enqueue: enqueues it on a CUDA stream, given its handle and, in the order of `names`, the
-            operands' addresses; of a program it takes PyTorch's tensors, and its current stream.
-            It raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where
-            it is refused.
+        launch: the launch, with the workspace that a library's plan needs.
+        names: names of the operation's operands, outputs first, then of the workspaces.
+        enqueue: enqueues the launch, given a CUDA stream's handle and the operands' addresses in
+            the order of `names`; a program takes PyTorch's tensors, and uses the current stream. It
+            raises `NoContext` where the thread has no CUDA context yet, and `LaunchError` where the
+            launch is refused.
     """
 
     launch: Launch
@@ -54,7 +54,7 @@ class Loader:
         """Return `launch`, which computes the problem, ready to run.
 
         Raises:
-            CompileError, LaunchError, MissingExtra: a kernel or a plan cannot be had.
+            CompileError, LaunchError, MissingExtra: a kernel or a plan cannot be made.
         """
         if launch.plan is not None:
             problem: Any = self._problem  # a convolution
@@ -77,8 +77,8 @@ class Loader:
         return Runner(launch, names, enqueue)
 
     def may_build_others(self, launch: Launch) -> bool:
-        """Return whether the library may build another plan than that of `launch`, which it did not
-        build: it is there, and of the release that numbers its plans so."""
+        """Return whether the library, which refused the plan of `launch`, may build another: it is
+        installed, and of the release that listed the plan."""
         return bool(
             launch.plan and self._plans is not None and self._plans.is_of_this_release(launch.plan)
         )

@@ -19,7 +19,7 @@ from confpred.errors import first_line
 from confpred.measure.kernels import HOPELESS_FACTOR, HOPELESS_SECONDS, Report
 from confpred.measure.pytorch import Evictor, TorchGraph
 from confpred.measure.timing import Outcome, Timing, launches_a_replay, time_interleaved
-from confpred.triton.triton_family import Call, TritonFamily
+from confpred.triton.triton_family import ExampleCall, TritonFamily
 
 #: Largest relative error of an output in the 2-norm, against another config's: both round sums in
 #: float32, of other orders, to the dtype. Integers must be equal.
@@ -53,7 +53,7 @@ def measure_calls(
     call = family.example(problem)
     compile_all(call, rows, partial(torch.cuda.set_device, ordinal))
     outcomes = check_calls(call, rows, report)
-    seconds = {row: _once(call, row) for row, found in outcomes.items() if found.status == "ok"}
+    seconds = {row: _once(call, row) for row, outcome in outcomes.items() if outcome.status == "ok"}
     limit = max(HOPELESS_SECONDS, HOPELESS_FACTOR * min(seconds.values(), default=0.0))
     for row in [row for row, taken in seconds.items() if taken > limit]:
         outcomes[row] = outcomes[row].timed(Timing(1e3 * seconds.pop(row), 0.0, 1))
@@ -63,7 +63,7 @@ def measure_calls(
     copies = min(max(launches, default=1), -(-_L2_MULTIPLE * l2_bytes // max(size, 1)))
     calls = [call, *(family.example(problem) for _ in range(copies - 1))]
     graphs = [
-        TorchGraph([partial(each.launch, row) for each in islice(cycle(calls), count)])
+        TorchGraph([partial(one.launch, row) for one in islice(cycle(calls), count)])
         for row, count in zip(seconds, launches, strict=True)
     ]
     torch.cuda.synchronize()
@@ -75,9 +75,9 @@ def measure_calls(
     return [outcomes[row] for row in rows]
 
 
-def compile_all(call: Call, rows: Iterable[int], begin: Callable[[], object]) -> None:
-    """Compile configs into Triton's cache, in threads that `begin` begins. A config that does not
-    compile says so when it is launched."""
+def compile_all(call: ExampleCall, rows: Iterable[int], begin: Callable[[], object]) -> None:
+    """Compile configs into Triton's cache, in threads that each call `begin` first. A config that
+    does not compile fails when it is launched."""
 
     def compiled(row: int) -> None:
         try:
@@ -89,9 +89,9 @@ def compile_all(call: Call, rows: Iterable[int], begin: Callable[[], object]) ->
         list(threads.map(compiled, rows))
 
 
-def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
-    """Launch each config once, on the tensors as the example made them, and compare what it changes
-    with what the first one changed that ran.
+def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
+    """Launch each config once, on the example's tensors, and compare the tensors that it changes
+    with those of the first config that ran.
 
     Returns:
         An outcome of each row, without its time.
@@ -115,7 +115,7 @@ def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Ou
             continue
         if not expected:
             expected = {n: t.clone() for n, t in call.tensors.items() if not t.equal(before[n])}
-        errors = {name: relative_error(call.tensors[name], told) for name, told in expected.items()}
+        errors = {name: relative_error(call.tensors[name], expected[name]) for name in expected}
         faults = [
             f"the error of {name} is {error:.2g}, against the first config's"
             for name, error in errors.items()
@@ -133,9 +133,9 @@ def check_calls(call: Call, rows: Iterable[int], report: Report) -> dict[int, Ou
     return outcomes
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ||found - expected|| / ||expected||; NaN at the same positions is equal."""
-    both = found.double(), expected.double()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return ||found - expected|| / ||expected||; NaN at the same places is equal."""
+    both = actual.double(), expected.double()
     if not both[0].isnan().equal(both[1].isnan()):
         return float("inf")
     one, other = (t.nan_to_num() for t in both)
@@ -148,8 +148,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _facts(kernel: Any) -> dict[str, Any]:
-    """Return what a compiled kernel takes; Triton's interpreter gives none. A spill is of 4
-    bytes."""
+    """Return the registers, spilled bytes (4 a spill) and shared memory of a compiled kernel; empty
+    for Triton's interpreter."""
     if kernel is None:
         return {}
     spilled = 4 * int(kernel.n_spills or 0)
@@ -157,7 +157,7 @@ def _facts(kernel: Any) -> dict[str, Any]:
     return {**facts, "smem_bytes": int(kernel.metadata.shared)}
 
 
-def _once(call: Call, row: int) -> float:
+def _once(call: ExampleCall, row: int) -> float:
     """Return the seconds of one launch, which has ended."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

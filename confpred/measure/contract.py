@@ -37,7 +37,7 @@ _MOST_FLOPS = 2e8
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ContractReport:
     """The result of a check.
 
     Attributes:
@@ -57,7 +57,7 @@ class Report:
 
 def check_family(
     family: Any, device: Device, problems: Sequence[Record] = (), ordinal: int | None = None
-) -> Report:
+) -> ContractReport:
     """Check `family` on `device`.
 
     Args:
@@ -66,22 +66,22 @@ def check_family(
         problems: of the family's operation; by default random ones, the same at each call.
         ordinal: number of the GPU that runs some configs; None for no run.
     """
-    breaches = list(_static(family))
+    breaches = list(_check_members(family))
     if breaches:
-        return Report(tuple(breaches))
-    found = list(problems) or _random_problems(family.operation.problem)
+        return ContractReport(tuple(breaches))
+    examples = list(problems) or _random_problems(family.operation.problem)
     steps: dict[KernelSpec, tuple[Step, Record]] = {}
     grids: dict[KernelSpec, tuple[int, ...]] = {}  # the largest of all launches, by direction
     tried: list[tuple[Record, list[int]]] = []
     launches = 0
-    for problem in found:
-        said, rows = _formulas(family, device, problem)
+    for problem in examples:
+        said, rows = _check_formulas(family, device, problem)
         breaches += said
         if not said and len(rows):
             some = random.Random(str(problem)).sample(rows.tolist(), min(_LAUNCHES, len(rows)))
             tried.append((problem, some))
             for row in some:
-                launch, said = _launch(family, problem, row)
+                launch, said = _check_launch(family, problem, row)
                 breaches += said
                 launches += 1
                 for step in launch.steps if launch and not said else ():
@@ -92,17 +92,17 @@ def check_family(
             break
     if not tried and not breaches:
         breaches.append(
-            f"legal: no config is legal for any of {len(found)} problems on {device.key}; name a "
-            "problem that has one with --layer"
+            f"legal: no config is legal for any of {len(examples)} problems on {device.key}; name "
+            "a problem that has one with --layer"
         )
     if breaches:
-        return Report(tuple(dict.fromkeys(breaches)), len(tried), launches)
+        return ContractReport(tuple(dict.fromkeys(breaches)), len(tried), launches)
     kernels, runs, skipped = 0, 0, list[str]()
     try:
         nvrtc_version()
         for step, problem in list(steps.values())[:_KERNELS]:
             kernels += 1
-            breaches = _kernel(step, problem, device, grids[step.kernel])
+            breaches = _check_kernel(step, problem, device, grids[step.kernel])
             if breaches:
                 break
     except MissingExtra as error:
@@ -122,10 +122,10 @@ def check_family(
                         f"launch: config {outcome.config_id} of {problem} gives "
                         f"{outcome.status!r} on the GPU: {outcome.message or outcome.error}"
                     )
-    return Report(tuple(breaches), len(tried), launches, kernels, runs, tuple(skipped))
+    return ContractReport(tuple(breaches), len(tried), launches, kernels, runs, tuple(skipped))
 
 
-def _static(family: Any) -> Iterator[str]:
+def _check_members(family: Any) -> Iterator[str]:
     """Yield the breaches of members that depend on no problem."""
     if lacking := [name for name in _MEMBERS if not hasattr(family, name)]:
         yield from (f"{name}: is missing; a family has {', '.join(_MEMBERS)}" for name in lacking)
@@ -145,7 +145,7 @@ def _static(family: Any) -> Iterator[str]:
                 yield f"configs: the field {name!r} is {configs.dtype[name]}, not one integer a row"
         if len(np.unique(configs)) < len(configs):
             yield "configs: some rows are equal, and a config has one row"
-    yield from _misspelt(type(family))
+    yield from _find_misspelt(type(family))
     names = family.feature_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         yield f"feature_names: is {type(names).__name__}, not a tuple of texts"
@@ -153,7 +153,7 @@ def _static(family: Any) -> Iterator[str]:
         yield f"feature_names: has {', '.join(again)} more than once"
 
 
-def _misspelt(kind: type) -> Iterator[str]:
+def _find_misspelt(kind: type) -> Iterator[str]:
     """Yield the members of a family's own classes that look like inherited ones."""
     classes = [c for c in kind.__mro__ if c not in (Shaped, Tabled, object)]
     own = {name for c in classes for name in vars(c) if not name.startswith("__")}
@@ -163,10 +163,10 @@ def _misspelt(kind: type) -> Iterator[str]:
             yield f"{name}: is no member of a family, and {near[0]} is not overridden: misspelt?"
 
 
-def _formulas(family: Family, device: Device, problem: Record) -> tuple[list[str], Any]:
+def _check_formulas(family: Family, device: Device, problem: Record) -> tuple[list[str], Any]:
     """Return the breaches of the vectorised members on one problem, and the legal rows."""
     none, count, where = np.arange(0), len(family.configs), f"for {problem} on {device.key}"
-    said, legal = _array(family, "legal", (count,), np.bool_, problem, device)
+    said, legal = _call_for_array(family, "legal", (count,), np.bool_, problem, device)
     if said:
         return [f"{said} ({where}; configs has {count} rows)"], none
     if not np.array_equal(legal, family.legal(problem, device)):
@@ -178,19 +178,19 @@ def _formulas(family: Family, device: Device, problem: Record) -> tuple[list[str
         ("estimate_s", (len(rows),), np.float64),
         ("features", (len(rows), len(family.feature_names)), np.float32),
     ):
-        said, found = _array(family, name, shape, dtype, problem, device, rows)
-        if not said and not np.isfinite(found).all():
+        said, array = _call_for_array(family, name, shape, dtype, problem, device, rows)
+        if not said and not np.isfinite(array).all():
             said = f"{name}: has a value that is no finite number"
-        if not said and name == "estimate_s" and not (found > 0).all():
+        if not said and name == "estimate_s" and not (array > 0).all():
             said = "estimate_s: has a value that is not above 0 seconds"
         if said:
             breaches.append(f"{said} ({where}, {len(rows)} rows)")
     return breaches, rows
 
 
-def _launch(family: Family, problem: Record, row: int) -> tuple[Launch | None, list[str]]:
+def _check_launch(family: Family, problem: Record, row: int) -> tuple[Launch | None, list[str]]:
     """Return the launch of one config, and its breaches."""
-    launch, where = _called(family, "launch", problem, row), f"(config {row} of {problem})"
+    launch, where = _call_member(family, "launch", problem, row), f"(config {row} of {problem})"
     if isinstance(launch, str):
         return None, [f"{launch} {where}"]
     if not isinstance(launch, Launch):
@@ -214,7 +214,7 @@ def _launch(family: Family, problem: Record, row: int) -> tuple[Launch | None, l
     return launch, [f"{said} {where}" for said in breaches]
 
 
-def _kernel(step: Step, problem: Record, device: Device, grid: Sequence[int]) -> list[str]:
+def _check_kernel(step: Step, problem: Record, device: Device, grid: Sequence[int]) -> list[str]:
     """Return the breaches between a step and its kernel as NVRTC compiles it; `grid` has the most
     blocks of its launches in each direction."""
     spec = step.kernel
@@ -222,10 +222,10 @@ def _kernel(step: Step, problem: Record, device: Device, grid: Sequence[int]) ->
         text = ptx_of(spec, device.arch)
     except (FileNotFoundError, CompileError) as error:
         return [f"launch: {error} (for {problem})"]
-    found = re.search(rf"\.entry\s+{re.escape(spec.entry)}\s*\(([^)]*)\)", text)
-    if found is None:
+    signature = re.search(rf"\.entry\s+{re.escape(spec.entry)}\s*\(([^)]*)\)", text)
+    if signature is None:
         return [f'launch: {spec.file} has no extern "C" kernel called {spec.entry}']
-    kernel = re.findall(r"\.param\s+\.(?:align \d+ \.)?[a-z](\d+)", found[1])
+    kernel = re.findall(r"\.param\s+\.(?:align \d+ \.)?[a-z](\d+)", signature[1])
     wanted = [("64", f"pointer {n}") for n in step.operands]
     wanted += [("32", f"int {n}") for n in step.scalars]
     where = f"the kernel {spec.entry} of {spec.file}"
@@ -249,7 +249,7 @@ def _kernel(step: Step, problem: Record, device: Device, grid: Sequence[int]) ->
     return []
 
 
-def _called(family: Family, name: str, *arguments: Any) -> Any:
+def _call_member(family: Family, name: str, *arguments: Any) -> Any:
     """Return the answer of a member, or the breach that it raised an error."""
     try:
         return getattr(family, name)(*arguments)
@@ -259,25 +259,25 @@ def _called(family: Family, name: str, *arguments: Any) -> Any:
         return f"{name}: raises {type(error).__name__}: {error}"
 
 
-def _array(
+def _call_for_array(
     family: Family, name: str, shape: tuple[int, ...], dtype: Any, *arguments: Any
 ) -> tuple[str, Any]:
     """Return the breach of a member that should answer with an array, and that array."""
-    found, said = _called(family, name, *arguments), ""
-    if isinstance(found, str):
-        said = found
-    elif not isinstance(found, np.ndarray):
-        said = f"{name}: returns {type(found).__name__}, not a NumPy array"
-    elif found.shape != shape:
-        said = f"{name}: returns an array of shape {found.shape}, not {shape}"
-    elif found.dtype != dtype:
-        said = f"{name}: returns {found.dtype}, not {np.dtype(dtype)}"
-    return said, found
+    answer, said = _call_member(family, name, *arguments), ""
+    if isinstance(answer, str):
+        said = answer
+    elif not isinstance(answer, np.ndarray):
+        said = f"{name}: returns {type(answer).__name__}, not a NumPy array"
+    elif answer.shape != shape:
+        said = f"{name}: returns an array of shape {answer.shape}, not {shape}"
+    elif answer.dtype != dtype:
+        said = f"{name}: returns {answer.dtype}, not {np.dtype(dtype)}"
+    return said, answer
 
 
 def _random_problems(kind: type[Record]) -> list[Record]:
     """Return small random problems of a class, the same at each call."""
-    rng, found = random.Random(kind.__name__), list[Record]()
+    rng, problems = random.Random(kind.__name__), list[Record]()
     for _ in range(_TRIES):
         values: dict[str, Any] = {}
         for field in fields(kind):
@@ -303,5 +303,5 @@ def _random_problems(kind: type[Record]) -> list[Record]:
         except InvalidInput:
             continue
         if problem.flops <= _MOST_FLOPS:
-            found.append(problem)
-    return found
+            problems.append(problem)
+    return problems

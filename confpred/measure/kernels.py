@@ -53,7 +53,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A config that was found correct, but is not timed yet."""
+    """A correct config that is not timed yet."""
 
     row: int
     runner: Runner
@@ -103,7 +103,7 @@ def _checked(
     for row in rows:
         report(row)
         launch = family.launch(problem, row)
-        with _failing(row, failures, "launch_error" if launch.plan is None else "illegal"):
+        with _record_failure(row, failures, "launch_error" if launch.plan is None else "illegal"):
             runner = loader.runner(launch)
             size = runner.launch.scratch_bytes
             if launch.plan is not None and size > MAX_WORKSPACE_BYTES:
@@ -115,7 +115,7 @@ def _checked(
     shared, checked = _Shared(arena, operands, references), list[_Checked]()
     for row, runner in runners.items():
         report(row)
-        with _failing(row, failures):
+        with _record_failure(row, failures):
             candidate = _check_one(shared, row, runner)
             if candidate.outcome.status == "ok":
                 checked.append(candidate)
@@ -125,7 +125,7 @@ def _checked(
 
 
 @contextmanager
-def _failing(
+def _record_failure(
     row: int, failures: dict[int, Outcome], refused: Status = "launch_error"
 ) -> Iterator[None]:
     """Put the outcome of a config that cannot run among `failures`, `refused` where the driver or
@@ -204,10 +204,10 @@ def _time(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[in
             hopeless[candidate.row] = candidate.outcome.timed(Timing(1e3 * seconds, 0.0, 1))
         else:
             useful.append(replace(candidate, seconds=seconds))
-    return hopeless | _replayed(shared, useful, seed)
+    return hopeless | _time_replays(shared, useful, seed)
 
 
-def _replayed(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
+def _time_replays(shared: _Shared, candidates: Sequence[_Checked], seed: int) -> dict[int, Outcome]:
     arena = shared.arena
     graphs: list[Replayable] = []
     launches, slot = [], 0
@@ -286,7 +286,7 @@ class Arena:
 
     Attributes:
         ordinal: CUDA device.
-        cuda: the same as `cuda.core` knows it, current in this thread.
+        cuda: the `cuda.core` device, current in this thread.
         device: its description.
         stream, handle: the stream that everything runs on, and its CUDA handle.
     """
@@ -304,7 +304,7 @@ class Arena:
     def operands(
         self, operation: Operation, problem: Record, runners: Sequence[Runner]
     ) -> Operands:
-        """Random inputs, sliced so that successive slices do not fit in L2 together, and the
+        """Return random inputs, sliced so that successive slices do not fit in L2 together, and the
         workspaces that any of `runners` needs."""
         kinds = {operand.name: operand for operand in operation.operands(problem)}
         sizes = {name: _aligned(operand.bytes) for name, operand in kinds.items()}
@@ -324,8 +324,8 @@ class Arena:
     def reference(
         self, operation: Operation, problem: Record, output: Operand, operands: Operands
     ) -> int:
-        """Address of `output` in float64, for the inputs of slice 0: their values depend on the
-        problem alone, so the families of a problem share it."""
+        """Return the address of `output` in float64, for the inputs of slice 0: their values depend
+        on the problem alone, so the families of a problem share it."""
         name = f"{REFERENCE} {output.name}"
         address = self._buffer(name, 8 * output.elements, None)
         if self._computed.get(name) == problem:
@@ -351,8 +351,8 @@ class Arena:
     def compare(
         self, output: Operand, operands: Operands, reference: int, *, tf32: bool = False
     ) -> tuple[float, int]:
-        """Relative error of `output` in the 2-norm, and how many elements are outside the bound,
-        which is wider where the inputs may be rounded to TF32."""
+        """Return the relative error of `output` in the 2-norm, and how many elements are outside
+        the bound, which is wider where the inputs may be rounded to TF32."""
         relative, absolute = tolerance(output, tf32=tf32)
         error, norm, outside = self._totals(
             "compare",
@@ -366,7 +366,7 @@ class Arena:
         return float(np.sqrt(error / norm)) if norm else float(np.sqrt(error)), int(outside)
 
     def left_zero(self, operands: Operands, size: int) -> bool:
-        """Whether the first `size` bytes of the zeroed workspace are zero again."""
+        """Return whether the first `size` bytes of the zeroed workspace are zero again."""
         if not size:
             return True
         words = np.int64(-(-size // 4))
@@ -388,8 +388,8 @@ class Arena:
         return host
 
     def _buffer(self, name: str, size: int, random: tuple[str, float, float] | None) -> int:
-        """Address of at least `size` bytes, grown as needed; random numbers in it if asked, of a
-        dtype, and at most a scale away from a center."""
+        """Return the address of a buffer of at least `size` bytes, which grows as needed. `random`
+        fills it with numbers of a dtype, at most a scale away from a center."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             if buffer is not None:

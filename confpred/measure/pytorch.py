@@ -1,8 +1,8 @@
-"""Timing PyTorch's own operator, under the protocol that times our kernels.
+"""Timing PyTorch's operator, under the protocol that times confpred kernels.
 
-Where something follows a convolution, the one confpred kernel that the library has follow PyTorch's
-operator (`confpred.pytorch.run.pointwise`) is timed with it: that is what a user gets where
-PyTorch's operator is the answer.
+Where a residual or an activation follows a convolution, confpred's epilogue kernel
+(`confpred.pytorch.run.pointwise`) is timed with PyTorch's convolution: a user gets both where
+PyTorch's operator is chosen.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def measure_pytorch(
         seed: of the order of the timed rounds.
         mode: ``benchmark``, where PyTorch tries cuDNN's algorithms and keeps the fastest, or
             ``heuristics``, its default. On most layers they are about as fast; on some the first
-            is several times as fast, and on a few it is slower. PyTorch remembers for a whole
-            process what it found for a problem first, in whichever mode that was, so a process
+            is several times as fast, and on a few it is slower. PyTorch keeps the algorithm that
+            it chose first for a problem as long as the process lives, in either mode, so a process
             measures one problem in one mode alone.
 
     Returns:
@@ -105,7 +105,7 @@ def measure_pytorch(
     torch.cuda.set_device(ordinal)
     torch.backends.cudnn.benchmark = mode == "benchmark"
     l2_bytes = driver.device_of(ordinal).l2_bytes
-    call = as_the_library_calls(operation, problem, ordinal)
+    call = library_call(operation, problem, ordinal)
     try:
         (first,) = operands(operation, problem, 1)
         call(first)
@@ -130,10 +130,10 @@ def measure_pytorch(
     return outcome.timed(timing, driver.sm_clock_mhz(ordinal))
 
 
-def as_the_library_calls(
+def library_call(
     operation: Operation, problem: Record, ordinal: int
 ) -> Callable[[dict[str, Tensor]], Any]:
-    """Return the call that the library makes where PyTorch's operator is the answer."""
+    """Return the call that confpred makes where PyTorch's operator is chosen."""
     if not isinstance(problem, Problem) or not problem.has_epilogue:
         return partial(operation.pytorch, problem)
     plain = left_to_pytorch(problem)
@@ -156,14 +156,14 @@ def cudnn_version() -> str:
     number = torch.backends.cudnn.version()
     if number is None:
         return ""
-    major, rest = divmod(number, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, minor_patch = divmod(number, 10_000)
+    return f"{major}.{minor_patch // 100}.{minor_patch % 100}"
 
 
 # Launches with matrix products in them, on operands in an arena.
 
 
-class _Memory:
+class _DeviceBytes:
     """Device memory as others hand it to PyTorch (CUDA Array Interface, version 3)."""
 
     def __init__(self, address: int, size: int) -> None:
@@ -176,27 +176,27 @@ class _Memory:
 
 
 def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) -> Runner:
-    """Return the runner of a program, given addresses and any stream as those of other launches
-    are. CUDA device `ordinal` becomes PyTorch's current one."""
+    """Return the runner of a program that takes addresses and any stream, as the runners of kernels
+    do. CUDA device `ordinal` becomes PyTorch's current one."""
     torch.cuda.set_device(ordinal)
     sizes = workspaces(runner.launch) | {name: o.bytes for name, o in operands.items()}
     dtypes = {name: getattr(torch, operand.dtype) for name, operand in operands.items()}
-    known: dict[tuple[int, ...], list[Tensor]] = {}
+    operand_sets: dict[tuple[int, ...], list[Tensor]] = {}
 
     def tensors(addresses: Sequence[int]) -> list[Tensor]:
         memory = zip(runner.names, addresses, strict=True)
-        plain = {n: torch.as_tensor(_Memory(a, sizes[n]), device="cuda") for n, a in memory}
+        plain = {n: torch.as_tensor(_DeviceBytes(a, sizes[n]), device="cuda") for n, a in memory}
         return [t.view(dtypes.get(name, torch.uint8)) for name, t in plain.items()]
 
     def enqueue(stream: int, addresses: Sequence[int]) -> None:
         key = tuple(addresses)
-        if key not in known:
-            known[key] = tensors(addresses)
+        if key not in operand_sets:
+            operand_sets[key] = tensors(addresses)
         if torch.cuda.current_stream().cuda_stream == stream:
-            runner.enqueue(stream, known[key])
+            runner.enqueue(stream, operand_sets[key])
         else:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-                runner.enqueue(stream, known[key])
+                runner.enqueue(stream, operand_sets[key])
 
     return replace(runner, enqueue=enqueue)
 
@@ -204,7 +204,7 @@ def on_addresses(runner: Runner, operands: Mapping[str, Operand], ordinal: int) 
 def graph_of(enqueue: Enqueue, slots: Sequence[Sequence[int]]) -> TorchGraph:
     """Return a CUDA graph of one launch on the operands of each of `slots`.
 
-    PyTorch captures it, as cuBLAS has workspaces of PyTorch's.
+    PyTorch captures it, because cuBLAS uses workspaces that PyTorch allocates.
     """
 
     def on_current_stream(addresses: Sequence[int]) -> None:

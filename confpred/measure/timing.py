@@ -64,7 +64,7 @@ def time_interleaved(
     1. Each candidate is a CUDA graph of ``launches[i]`` launches back to back. Operands come from
        device memory, as they do in a large network: successive launches, also across graphs, use
        successive slices of an arena larger than the L2 cache (the caller lays this out); or, where
-       another library lays the graphs out, `evict` empties the cache before each replay.
+       the caller cannot do so, `evict` empties the cache before each replay.
     2. Every graph is replayed once unmeasured: module load, instruction caches, clocks.
     3. `REPLAYS` rounds follow. In each, every candidate is replayed once, in a fresh random order,
        so that drift of clocks or temperature falls on all candidates alike.

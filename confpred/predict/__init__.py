@@ -1,1 +1,1 @@
-"""From a problem to a choice: what is pinned, measured or predicted."""
+"""From a problem to a choice: a pinned, measured or predicted one."""

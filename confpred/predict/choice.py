@@ -17,8 +17,8 @@ from confpred.families.registry import config_of, family_named
 from confpred.problem.record import Record
 
 MAX_TOP = 32  # choices that one answer may have
-#: Milliseconds that no launch is expected to fall below: the fastest of 820,000 that were measured
-#: took 0.0019.
+#: Shortest expected time of a launch, milliseconds: the fastest of 820,000 that were measured took
+#: 0.0019.
 LAUNCH_MS = 0.0018
 CONFIDENCE = 0.95  # with which a bound on the regret is calibrated to hold
 Source = Literal["pinned", "measured", "predicted", "transferred", "heuristic", "fallback"]
@@ -33,21 +33,21 @@ class Choice:
         device: key of the device it was asked for.
         source: ``pinned`` (by the user), ``measured`` (this problem is in the training data),
             ``predicted`` (the model), ``transferred`` (the model of another device, as this one has
-            none), ``heuristic`` (no model knows any of the families that are legal) or ``fallback``
-            (no kernel is legal, or none that the caller accepts: `confpred.predict.choice`).
+            none), ``heuristic`` (no model covers a legal family) or ``fallback`` (no kernel is
+            legal, or none that the caller accepts: `confpred.predict.choice`).
         candidate: what to launch; PyTorch's own operator is one too.
         predicted_ms: expected time of one launch, milliseconds; None for ``fallback``.
-        pytorch_ms: expected time of PyTorch's own operator, milliseconds; None where nothing
+        pytorch_ms: expected time of PyTorch's own operator, milliseconds; None where no model
             predicts it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
             config, PyTorch's operator included, as calibrated on networks that the model was not
-            trained on; None where nothing was calibrated, as for what is `extrapolated`, and for a
+            trained on; None without a calibration: out of distribution (`extrapolated`), or for a
             guess (`is_guess`).
         model: version of the model that answered, or None.
-        extrapolated: whether the model predicts for a problem unlike all that it was trained on: of
-            a size out of their range, or of another kind.
-        donor: key of the device whose model answered where the choice is ``transferred``.
-        server: address of the service that answered, or None; choices are equal whoever made them.
+        extrapolated: whether the problem is out of distribution: its sizes or its kind are outside
+            those that the model was trained on.
+        donor: key of the source device, whose model made a ``transferred`` choice; else None.
+        server: address of the service that answered, or None; it does not count for equality.
     """
 
     problem: Record
@@ -89,14 +89,14 @@ class Choice:
 
     @property
     def measured_on(self) -> str | None:
-        """Key of the device whose measurements the choice is from; None where none are."""
+        """Key of the device whose measurements the choice is from; None if it is from none."""
         if self.source == "transferred":
             return self.donor
         return self.device if self.source in ("predicted", "measured") else None
 
     @property
     def is_guess(self) -> bool:
-        """Whether no model of the device knows such problems; PyTorch's operator runs then."""
+        """Whether the device has no model of such problems; PyTorch's operator runs then."""
         return self.source in ("transferred", "heuristic")
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def launch_ms(seconds: float) -> float:
 
 
 def check_top(top: object) -> int:
-    """`top` itself.
+    """Return `top`.
 
     Raises:
         InvalidInput: it is not an integer from 1 to ``MAX_TOP``.
@@ -147,12 +147,12 @@ def answer_json(choices: Iterable[Choice]) -> str:
 
 
 def joined_json(answers: Iterable[str]) -> str:
-    """`answers_json` of what `answer_json` made of each problem's choices."""
+    """Return the `answers_json` of several problems from the `answer_json` of each."""
     return f'{{"choices":[{",".join(answers)}]}}'
 
 
 def check_max_regret(value: object) -> float | None:
-    """`value` itself.
+    """Return `value` as a float, or None.
 
     Raises:
         InvalidInput: it is neither None nor a number of at least 1.
@@ -165,7 +165,7 @@ def check_max_regret(value: object) -> float | None:
 
 
 def is_trusted(choice: Choice, max_regret: float | None) -> bool:
-    """Whether a caller that accepts `max_regret`, any for None, takes `choice`."""
+    """Return whether a caller that accepts `max_regret` (None: any) takes `choice`."""
     if max_regret is None or choice.candidate == PYTORCH_OPERATOR:
         return True
     if not (choice.source == "predicted" or choice.is_guess):
@@ -174,8 +174,8 @@ def is_trusted(choice: Choice, max_regret: float | None) -> bool:
 
 
 def with_fallback(choices: Sequence[Choice], max_regret: float | None) -> list[Choice]:
-    """`choices`, best first; where a caller that accepts `max_regret` does not take the first one,
-    PyTorch's own operator comes before it, as a ``fallback``, and the last one is left out."""
+    """Return `choices`, best first; where a caller that accepts `max_regret` does not take the
+    first one, PyTorch's own operator precedes it, as a ``fallback``, and the last is left out."""
     first = choices[0]
     if is_trusted(first, max_regret):
         return list(choices)
@@ -186,5 +186,5 @@ def with_fallback(choices: Sequence[Choice], max_regret: float | None) -> list[C
         server=first.server,
     )
     # The bound is of a first choice alone.
-    rest = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
-    return [fallback, *rest][: len(choices)]
+    kernels = [replace(c, regret_bound=None) for c in choices if c.candidate != PYTORCH_OPERATOR]
+    return [fallback, *kernels][: len(choices)]

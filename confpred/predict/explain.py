@@ -1,9 +1,9 @@
 """Why a layer gets the config that it gets: `explain_layers`.
 
-A model's trees see two configs as two rows of features. Those that differ are put together by
-themes. The logarithm of the ratio of times is shared among the themes by their Shapley values: the
-mean, over all orders in which themes can be exchanged one by one, of the change that one of them
-makes. The shares add up to the whole exactly, and need the trees' answers alone.
+A model's trees see two configs as two rows of features. Features that differ are grouped by themes.
+The logarithm of the ratio of times is shared among the themes by their Shapley values: the mean,
+over all orders in which themes can be exchanged one by one, of the change that one of them makes.
+The shares add up to the whole exactly, and need the trees' predictions alone.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class LayerExplanation:
         problem: the layer.
         device: key of the device that was asked about.
         choices: the choice, and after it the runners-up.
-        roofline: what no kernel can beat.
-        pytorch_ms: expected time of PyTorch's own operator; None where nothing predicts it.
-        comparisons: the choice beside the next best config of its family, and a middling one.
+        roofline: lower bound on the time of any kernel.
+        pytorch_ms: expected time of PyTorch's own operator; None if no model predicts it.
+        comparisons: the choice beside the next best config of its family, and the median one.
         model: version of the model that was asked, or None.
-        nearest: the measured layers that this one is most like; empty without a model.
+        nearest: the measured layers nearest to this one; empty without a model.
     """
 
     problem: Record
@@ -114,7 +114,7 @@ def explain_layer(
     top: int = 5,
     predictor: Predictor | None = None,
 ) -> LayerExplanation:
-    """Why `problem` gets the config that it gets on `device`; needs no GPU.
+    """Explain why `problem` gets its config on `device`; needs no GPU.
 
     Args:
         problem: the layer.
@@ -139,24 +139,24 @@ def explain_layers(
     predictor: Predictor | None = None,
     layers: dict[str, NearestLayers] | None = None,
 ) -> Iterator[LayerExplanation]:
-    """`explain_layer` for each of `problems`, in order. `layers` has what this fills for later
-    calls with one predictor, by the version of a model."""
-    known, asked = get_device(device), predictor or Predictor.load()
+    """Yield the `explain_layer` of each of `problems`, in order. `layers` caches the measured
+    layers of a model, by its version, for later calls with the same predictor."""
+    gpu, asked = get_device(device), predictor or Predictor.load()
     check_top(top)
     layers = {} if layers is None else layers
     for problem in problems:
-        ranked = asked.rank(problem, known, MAX_TOP)
-        model = asked.own_model(type(problem), known)
+        ranked = asked.rank(problem, gpu, MAX_TOP)
+        model = asked.own_model(type(problem), gpu)
         if model is not None and model.version not in layers:
             layers[model.version] = NearestLayers(model)
-        memory_ms, arithmetic_ms = known.memory_s(problem) * 1e3, known.arithmetic_s(problem) * 1e3
+        memory_ms, arithmetic_ms = gpu.memory_s(problem) * 1e3, gpu.arithmetic_s(problem) * 1e3
         yield LayerExplanation(
             problem=problem,
-            device=known.key,
+            device=gpu.key,
             choices=tuple(ranked[:top]),
             roofline=Roofline(problem.minimum_bytes, problem.flops, memory_ms, arithmetic_ms),
-            pytorch_ms=asked.expected_ms(problem, known, PYTORCH_OPERATOR),
-            comparisons=tuple(_comparisons(problem, known, model, ranked)),
+            pytorch_ms=asked.expected_ms(problem, gpu, PYTORCH_OPERATOR),
+            comparisons=tuple(_comparisons(problem, gpu, model, ranked)),
             model=None if model is None else model.version,
             nearest=layers[model.version].nearest(problem, NEAREST) if model else (),
         )
@@ -170,7 +170,7 @@ def _comparisons(
     if learned is None:
         return
     others = [c.candidate for c in ranked[1:] if c.provider == chosen.provider][:1]
-    others.append(middling(learned, problem, device))
+    others.append(median_config(learned, problem, device))
     for other in dict.fromkeys(others):
         if other != chosen:
             yield compare(learned, problem, device, chosen, other)
@@ -178,17 +178,17 @@ def _comparisons(
 
 _SOURCES: Mapping[str, str] = {
     "pinned": "as the user pinned it",
-    "measured": "the fastest of what was measured of this very layer",
+    "measured": "the fastest candidate measured for this layer",
     "predicted": "as predicted",
     "transferred": "predicted by the model of another device, as this one has none",
-    "heuristic": "by the families' own estimates, as no model knows them on this device",
+    "heuristic": "by the families' own estimates, as this device has no model of them",
     "fallback": "as no confpred kernel is legal",
 }
 #: Features shown of each cause in a comparison; the JSON form has all.
 FEATURES_SHOWN = 6
 
 
-class Table(NamedTuple):
+class Listing(NamedTuple):
     """A part of an explanation: headings and rows, after a title and a remark, either of which may
     be empty. The first `right` columns are numbers."""
 
@@ -209,12 +209,12 @@ def page(explanation: LayerExplanation) -> Iterator[str]:
 
 
 def remark_on(explanation: LayerExplanation) -> str:
-    """Say what a guess is from; nothing of other choices."""
+    """Return a sentence on the data behind a guess; empty for other choices."""
     if explanation.nearest or not explanation.choice.is_guess:
         return ""
     if on := explanation.choice.measured_on:
-        return f"Nothing was learned or measured on this device, but on {on}."
-    return "Nothing was learned or measured here: the times are rough estimates."
+        return f"The times are predicted from measurements on {on}: this device has none."
+    return "No model covers this layer: the times are rough estimates."
 
 
 def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
@@ -227,9 +227,9 @@ def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
         slow = f"at most {choice.regret_bound:.3f} times as slow as the best config"
         yield "bound", f"with 95 % confidence {slow}"
     elif choice.extrapolated:
-        yield "bound", "none: unlike all layers that the model has learned from"
+        yield "bound", "none, out of distribution: no similar layer was measured"
     elif choice.is_guess:
-        yield "bound", "none, with no confidence: nothing was calibrated for this device"
+        yield "bound", "none: no bound is calibrated for this device"
     share = explanation.roofline_share
     reached = "" if share is None else f"; the choice reaches {share:.0%} of it"
     if floor.floor_ms < LAUNCH_MS:
@@ -240,38 +240,38 @@ def summary(explanation: LayerExplanation) -> Iterator[tuple[str, str]]:
 
 
 def _pytorch(explanation: LayerExplanation) -> str:
-    theirs, choice = explanation.pytorch_ms, explanation.choice
-    if theirs is None:
-        return "nothing predicts the time of its operator"
-    text = f"its operator is expected to take {theirs:.4f} ms"
+    pytorch_ms, choice = explanation.pytorch_ms, explanation.choice
+    if pytorch_ms is None:
+        return "no model predicts the time of its operator"
+    text = f"its operator is expected to take {pytorch_ms:.4f} ms"
     if choice.provider == PYTORCH:
         times = [c.predicted_ms for c in explanation.choices if c.family and c.predicted_ms]
         if times and choice.source in ("predicted", "transferred"):
-            text += f", the best confpred kernel {times[0]:.4f} ms, "
-            text += "which is chosen only if the gain exceeds the model's error"
+            text += f", the best confpred kernel {times[0]:.4f} ms; PyTorch is chosen because the"
+            text += " predicted gain is within the model's error"
     elif choice.predicted_ms:
-        text += f", {theirs / choice.predicted_ms:.2f} times as long"
+        text += f", {pytorch_ms / choice.predicted_ms:.2f} times as long"
     return text
 
 
-def tables(explanation: LayerExplanation) -> Iterator[Table]:
+def tables(explanation: LayerExplanation) -> Iterator[Listing]:
     """Yield the choices, each comparison, and the nearest measured layers."""
     best, rows = explanation.choice.predicted_ms, [("rank", "ms", "ratio", "source", "candidate")]
     for rank, choice in enumerate(explanation.choices, 1):
         ms = choice.predicted_ms
         times = ("", "") if ms is None else (f"{ms:.4f}", f"{ms / best:.3f}" if best else "")
         rows.append((str(rank), *times, choice.source, _words(choice.candidate)))
-    yield Table("", "", 3, rows)
+    yield Listing("", "", 3, rows)
     yield from map(_comparison, explanation.comparisons)
     if explanation.nearest:
         rows = [("distance", "ms", "of roofline", "fastest", "layer")]
         for n in explanation.nearest:
             figures = (f"{n.distance:.2f}", f"{n.time_ms:.4f}", f"{n.roofline_share:.0%}")
             rows.append((*figures, _words(n.candidate), str(n.problem)))
-        yield Table(f"Nearest layers that model {explanation.model} has measured", "", 3, rows)
+        yield Listing(f"Nearest layers that model {explanation.model} has measured", "", 3, rows)
 
 
-def _comparison(comparison: Comparison) -> Table:
+def _comparison(comparison: Comparison) -> Listing:
     rows = [("factor", "from", "values: chosen -> other")]
     for part in comparison.contributions:
         shown = [f"{name} {a:.4g} -> {b:.4g}" for name, (a, b) in part.features.items()]
@@ -279,7 +279,7 @@ def _comparison(comparison: Comparison) -> Table:
             shown[FEATURES_SHOWN:] = [f"and {len(shown) - FEATURES_SHOWN} more"]
         rows.append((f"{part.ratio:.3f}", part.theme, ", ".join(shown)))
     remark = f"It is expected to take {comparison.ratio:.3f} times as long. The factors of that:"
-    return Table(f"Why not {_words(comparison.other)}", remark, 1, rows)
+    return Listing(f"Why not {_words(comparison.other)}", remark, 1, rows)
 
 
 def _words(candidate: Candidate) -> str:
@@ -294,7 +294,7 @@ def _amount(count: int, unit: str) -> str:
     return f"{value:.3g} {prefixes[0]}{unit}"
 
 
-def _aligned(table: Table) -> Iterator[str]:
+def _aligned(table: Listing) -> Iterator[str]:
     """Yield the rows with aligned columns, headings first."""
     widths = [max(map(len, column)) for column in zip(*table.rows, strict=True)]
     sides = [">" if i < table.right else "<" for i in range(len(widths))]
@@ -346,7 +346,7 @@ class Comparison:
     """Two configs of a family, and why the model prefers one.
 
     Attributes:
-        other: what the chosen config is compared with.
+        other: the config that the chosen one is compared with.
         ratio: expected time of the other over that of the chosen; below 1 where the model itself
             would prefer the other, as it may where the choice was measured or pinned.
         contributions: the causes, the one with the largest effect first.
@@ -365,8 +365,8 @@ class Comparison:
         }
 
 
-def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
-    """Return the legal config in the middle of the model's order; of two, the faster one."""
+def median_config(learned: FamilyModel, problem: Record, device: Device) -> Candidate:
+    """Return the median of the legal configs in the model's order; of two, the faster one."""
     rows = learned.legal(problem, device)
     cost = learned.ordering.predict(learned.features(problem, device, rows))
     row = rows[np.lexsort((rows, cost))[(len(rows) - 1) // 2]]
@@ -376,18 +376,18 @@ def middling(learned: FamilyModel, problem: Record, device: Device) -> Candidate
 def compare(
     learned: FamilyModel, problem: Record, device: Device, chosen: Candidate, other: Candidate
 ) -> Comparison:
-    """Why `chosen` is expected to be faster than `other`; both are of the family of `learned`."""
+    """Return why `chosen` is expected to be faster than `other`; `learned` is their family's."""
     rows = np.array([chosen.config_id, other.config_id], np.intp)
-    ours, theirs = learned.features(problem, device, rows)
+    chosen_row, other_row = learned.features(problem, device, rows)
     names, fields = learned.pool.feature_names, learned.family.configs.dtype.names or ()
-    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    same = (chosen_row == other_row) | (np.isnan(chosen_row) & np.isnan(other_row))
     groups: dict[str, list[int]] = {}
     for i in np.flatnonzero(~same).tolist():
         groups.setdefault(theme_of(names[i], fields), []).append(i)
-    shares, whole = _shapley(learned, ours, theirs, list(groups.values()))
+    shares, whole = _shapley(learned, chosen_row, other_row, list(groups.values()))
     contributions = []
     for (theme, columns), share in zip(groups.items(), shares, strict=True):
-        values = {names[i]: (float(ours[i]), float(theirs[i])) for i in columns}
+        values = {names[i]: (float(chosen_row[i]), float(other_row[i])) for i in columns}
         contributions.append(Contribution(theme, math.exp(share), values))
     contributions.sort(key=lambda c: -abs(math.log(c.ratio)))
     return Comparison(other, math.exp(whole), tuple(contributions))
@@ -402,17 +402,17 @@ def theme_of(name: str, config_fields: Sequence[str]) -> str:
 
 def _shapley(
     learned: FamilyModel,
-    ours: NDArray[np.float32],
-    theirs: NDArray[np.float32],
+    chosen_row: NDArray[np.float32],
+    other_row: NDArray[np.float32],
     groups: Sequence[list[int]],
 ) -> tuple[list[float], float]:
-    """Return what exchanging each group of columns, and all, adds to the cost."""
+    """Return each group's Shapley share of the change in cost, and the whole change."""
     count = len(groups)
-    mixed = np.tile(ours, (2**count, 1))
-    # Bit g of a row's number: whether it has group g of `theirs`.
+    mixed = np.tile(chosen_row, (2**count, 1))
+    # Bit g of a row's number: whether it has group g of `other_row`.
     exchanged = (np.arange(2**count)[:, None] >> np.arange(count)) & 1
     for group, columns in enumerate(groups):
-        mixed[np.ix_(exchanged[:, group] == 1, columns)] = theirs[columns]
+        mixed[np.ix_(exchanged[:, group] == 1, columns)] = other_row[columns]
     cost = learned.ordering.predict(mixed)
     sizes = exchanged.sum(axis=1)
     shares = []
@@ -423,8 +423,8 @@ def _shapley(
     return shares, float(cost[-1] - cost[0])
 
 
-#: How far apart problems of another direction, dtype or epilogue are: as with four times the batch.
-_UNLIKE = 2.0
+#: Distance of problems that differ in direction, dtype or epilogue: as with four times the batch.
+_OTHER_KIND = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +434,7 @@ class Neighbour:
     Attributes:
         problem: the layer.
         distance: from the layer asked about, in doublings (see `NearestLayers`).
-        candidate: what was the fastest of all that was measured.
+        candidate: the fastest candidate measured.
         time_ms: its time, milliseconds.
         roofline_share: the part of the roofline that it reaches.
     """
@@ -452,7 +452,7 @@ class Neighbour:
 
 
 class NearestLayers:
-    """The layers that a model's data has measured, to be searched for those like a problem.
+    """The measured layers of a model's data, to be searched for those nearest to a problem.
 
     The distance of two problems is the root of the sum of squares over their fields: of a size, the
     binary logarithm of the ratio; of a pair, those of both members plus one; of any other field, 2
@@ -474,14 +474,14 @@ class NearestLayers:
             return ()
         sizes, kinds = _place(problem)
         squares = ((self._sizes - np.array(sizes)) ** 2).sum(axis=1)
-        unlike = (self._kinds != np.array(kinds, object)).sum(axis=1)
-        distance = np.sqrt(squares + _UNLIKE**2 * unlike)
-        found = []
+        differing = (self._kinds != np.array(kinds, object)).sum(axis=1)
+        distance = np.sqrt(squares + _OTHER_KIND**2 * differing)
+        layers = []
         for i in np.argsort(distance, kind="stable")[:count].tolist():
             near, best = self._problems[i], self._best[i]
             share = self._device.roofline_s(near) * 1e3 / best.time_ms
-            found.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
-        return tuple(found)
+            layers.append(Neighbour(near, float(distance[i]), best.candidate, best.time_ms, share))
+        return tuple(layers)
 
 
 def _place(problem: Record) -> tuple[list[float], list[object]]:

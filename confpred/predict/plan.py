@@ -50,7 +50,7 @@ class Plan:
     """Choices that are taken as they are.
 
     Attributes:
-        operation: what the problems are of.
+        operation: operation of all problems.
         choices: one a problem and device, in the order in which a network first asks.
         kernels: the digest of the sources that a family's choices launch; a family that is not
             named is not compared.
@@ -108,16 +108,16 @@ def plan_of(choices: Iterable[Choice]) -> Plan:
     Raises:
         InvalidInput: there is no choice, or they are of several operations.
     """
-    found = {(choice.problem, choice.device): _launched(choice) for choice in choices}
-    if not found:
+    planned = {(choice.problem, choice.device): _as_launched(choice) for choice in choices}
+    if not planned:
         raise InvalidInput("choices", [], "at least one choice")
-    operations = {(known := registry.operation_of(p)).name: known for p, _ in found}
+    operations = {(operation := registry.operation_of(p)).name: operation for p, _ in planned}
     if len(operations) > 1:
         raise InvalidInput("operation", " and ".join(operations), "choices of one operation")
     (operation,) = operations.values()
-    models = " ".join(dict.fromkeys(c.model for c in found.values() if c.model)) or None
-    digests = _digests(found.values())
-    return Plan(operation, tuple(found.values()), digests, models, __version__)
+    models = " ".join(dict.fromkeys(c.model for c in planned.values() if c.model)) or None
+    digests = _digests(planned.values())
+    return Plan(operation, tuple(planned.values()), digests, models, __version__)
 
 
 def write_plan(
@@ -180,7 +180,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
     if not isinstance(kernels, dict) or not all(isinstance(v, str) for v in kernels.values()):
         raise DataError(f'{path}: "kernels" must be an object of texts')
     with placed(f"{path}: "):
-        listed = list(_of_this_format(content, content[name]))
+        listed = list(_upgrade_lines(content, content[name]))
         operation = registry.operation_named(content.get("operation", CONVOLUTION.name))
         model, version = _text(content, "model"), _text(content, "confpred")
     choices: dict[tuple[Record, str], Choice] = {}
@@ -191,11 +191,11 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
         with placed(f"{where}."):
             choice = _choice(fields, operation, model)
         if (choice.problem, choice.device) in choices:
-            raise DataError(f"{where} is of a problem that was chosen for before")
+            raise DataError(f"{where} is of the same problem as an earlier choice")
         choices[choice.problem, choice.device] = choice
     plan = Plan(operation, tuple(choices.values()), kernels, model, version)
     if device is not None and choices and get_device(device) not in plan.devices:
-        named = " and ".join(known.key for known in plan.devices)
+        named = " and ".join(target.key for target in plan.devices)
         allowed = f"{get_device(device).key}, the device that is in use"
         raise InvalidInput(f"{path}: device", named, allowed)
     outdated = None if any_kernels else plan.outdated()
@@ -205,7 +205,7 @@ def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bo
 
 
 def named_candidate(problem: Record, device: Device, name: object, config: object) -> Candidate:
-    """Find the candidate that files call by its provider's name and its config, field by field.
+    """Return the candidate of a provider's name and a config's fields, as files spell them.
 
     Raises:
         InvalidInput: `problem` has no provider `name`, that provider no such config, or the config
@@ -218,9 +218,9 @@ def named_candidate(problem: Record, device: Device, name: object, config: objec
     families = registry.families_of(problem)
     if not isinstance(name, str) or name not in families:
         raise InvalidInput("provider", name, nearest(name, (PYTORCH, *families)))
-    given = config if isinstance(config, dict) else {}
+    fields = config if isinstance(config, dict) else {}
     order = {field: i for i, field in enumerate(families[name].configs.dtype.names or ())}
-    words = " ".join(f"{k}={given[k]!r}" for k in sorted(given, key=lambda k: order.get(k, -1)))
+    words = " ".join(f"{k}={fields[k]!r}" for k in sorted(fields, key=lambda k: order.get(k, -1)))
     rows, legal = registry.config_ids(name), families[name].legal(problem, device)
     row = rows.get(words)
     if row is not None and legal[row]:
@@ -231,23 +231,23 @@ def named_candidate(problem: Record, device: Device, name: object, config: objec
     raise InvalidInput("config", config, f"{allowed}; the nearest is {near}")
 
 
-def _of_this_format(content: Mapping[str, Any], listed: Iterable[Any]) -> Iterator[Any]:
-    """Yield the choices of a plan of any format as ``FORMAT`` has them."""
+def _upgrade_lines(content: Mapping[str, Any], listed: Iterable[Any]) -> Iterator[Any]:
+    """Yield the choices of a plan of any format in the form of ``FORMAT``."""
     if content["format"] == FORMAT:
         _check_names(content, _FIELDS)
-    for each in listed:
-        if isinstance(each, dict) and content["format"] == _NETWORK:
-            each = {"device": content.get("device"), **each}
-        if isinstance(each, dict) and content["format"] == _FIRST_PINS:
-            each = {"provider" if name == "family" else name: each[name] for name in each}
-            if each.get("provider", "") is None and each.get("config", {}) is None:
-                each |= {"provider": PYTORCH, "config": {}}  # as null meant there
-        yield each
+    for line in listed:
+        if isinstance(line, dict) and content["format"] == _NETWORK:
+            line = {"device": content.get("device"), **line}
+        if isinstance(line, dict) and content["format"] == _FIRST_PINS:
+            line = {"provider" if name == "family" else name: line[name] for name in line}
+            if line.get("provider", "") is None and line.get("config", {}) is None:
+                line |= {"provider": PYTORCH, "config": {}}  # as null meant there
+        yield line
 
 
-def _check_names(fields: Iterable[str], known: tuple[str, ...]) -> None:
-    for name in set(fields) - set(known):
-        raise InvalidInput("field", name, nearest(name, known))
+def _check_names(fields: Iterable[str], allowed: tuple[str, ...]) -> None:
+    for name in set(fields) - set(allowed):
+        raise InvalidInput("field", name, nearest(name, allowed))
 
 
 def _choice(fields: Mapping[str, Any], operation: Operation, model: str | None) -> Choice:
@@ -275,8 +275,8 @@ def _line(choice: Choice) -> dict[str, Any]:
     return dict(zip(_OF_A_CHOICE, (*named, *times), strict=True))
 
 
-def _launched(choice: Choice) -> Choice:
-    """Return `choice` as PyTorch's users get it, without what belongs to the answer alone."""
+def _as_launched(choice: Choice) -> Choice:
+    """Return `choice` as it runs in PyTorch, without bounds: a guess is PyTorch's operator."""
     if choice.is_guess:
         choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=None)
     return replace(choice, regret_bound=None, extrapolated=False, donor=None)
@@ -292,8 +292,8 @@ def _launches(choices: Iterable[Choice]) -> Iterator[tuple[str, Launch]]:
 def _digests(choices: Iterable[Choice]) -> dict[str, str]:
     sources: dict[str, set[str]] = {}
     for provider, launch in _launches(choices):
-        found = {kernel.file for kernel in launch.kernels} | {launch.source}
-        sources.setdefault(provider, set()).update(found)
+        files = {kernel.file for kernel in launch.kernels} | {launch.source}
+        sources.setdefault(provider, set()).update(files)
     return {name: "+".join(map(identity_of, sorted(some))) for name, some in sources.items()}
 
 

@@ -1,7 +1,7 @@
-"""From a problem to a choice: what is pinned or measured, else candidates -> cost -> compare.
+"""From a problem to a choice: a pinned or measured one, else candidates -> cost -> compare.
 
 A device without a model gets the answers of the nearest device's model, which has learned ratios of
-times; how a config fills the device at hand is in the features, and decides what is legal.
+times. Legality and features, such as waves, are those of the device that is asked for.
 `benchmarks/model/transfer.py` measures the loss.
 """
 
@@ -41,8 +41,8 @@ BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
 #: For how many limits there are answers in memory, or up to twice as many.
 _LIMITS_KEPT = 2
-#: How many problems are worked out together at most: more would be no faster, and each takes about
-#: 1.4 MB while it is under way.
+#: Most problems that are predicted together: more would be no faster, and each takes about 1.4 MB
+#: during the prediction.
 TOGETHER = 16
 #: Choices of an answer that need no prediction, at most: the plan's and the best measured.
 _KNOWN = 2
@@ -52,8 +52,8 @@ _Asked = tuple[Record, Device, int]  # the problem, for which device, and how ma
 class Predictor:
     """Chooses configs. Immutable after loading; safe to share between threads, and to fork.
 
-    The same problem and device always get the same answer, to the bit; the latest answers are
-    remembered, and what several threads ask at once is worked out by one of them.
+    The same problem and device always get the same answer, to the bit. The latest answers are
+    cached, and of several threads with the same question one computes the answer.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Predictor:
         *,
         further: Mapping[type[Record], Mapping[str, Model]] = MappingProxyType({}),
     ) -> None:
-        """Use `models`, by device key, which are not to change, and follow `plan` first; for
-        problems of a class in `further` use its models instead."""
+        """Use `models`, by device key, which must not change, and follow `plan` first; for problems
+        of a class in `further` use its models instead."""
         self._models, self._further = MappingProxyType(models), further
         self._limits = UNLIMITED
         self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
         self._planned = {(c.problem, c.device): c for c in (plan.choices if plan else ())}
-        self._best = Remembered(self._work_out, BEST_KEPT)
-        self._ranking = Remembered(self._work_out, RANKINGS_KEPT)
+        self._best = Remembered(self._answer_all, BEST_KEPT)
+        self._ranking = Remembered(self._answer_all, RANKINGS_KEPT)
 
     @classmethod
     def load(
@@ -100,8 +100,8 @@ class Predictor:
         if model is None:
             models: Mapping[str, Model] = NewestModels(operation=operation)
         else:
-            found = NewestModels(Path(model)).values() or (load_model(Path(model)),)
-            models = {each.device.key: each for each in found}
+            loaded = NewestModels(Path(model)).values() or (load_model(Path(model)),)
+            models = {loaded_model.device.key: loaded_model for loaded_model in loaded}
         if isinstance(plan, str | Path):
             plan = read_plan(Path(plan), device)
         others = {operation_named(n).problem: NewestModels(operation=n) for n in further}
@@ -118,22 +118,22 @@ class Predictor:
         return tuple(self._planned.values())
 
     def within(self, limits: Limits) -> Predictor:
-        """Return a predictor that chooses as this one does among what keeps within `limits`: a
-        plan's choices and measured configs that do not are passed over.
+        """Return a predictor that chooses as this one does among candidates within `limits`;
+        a plan's choices and measured configs outside of them are skipped.
 
         Raises:
-            InvalidInput: `limits` are none.
+            InvalidInput: `limits` is not a confpred.Limits.
         """
         if not isinstance(limits, Limits):
             raise InvalidInput("limits", limits, "a confpred.Limits")
         if limits == self._limits:
             return self
-        found = self._within.get(limits)
-        if found is None:
-            found = Predictor(self._models, further=self._further)
-            found._planned, found._limits = self._planned, limits
-            self._within.put(limits, found)
-        return found
+        limited = self._within.get(limits)
+        if limited is None:
+            limited = Predictor(self._models, further=self._further)
+            limited._planned, limited._limits = self._planned, limits
+            self._within.put(limits, limited)
+        return limited
 
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
@@ -141,8 +141,8 @@ class Predictor:
         """Return the best config known for `problem` on `device`; never fails for a valid problem.
 
         Args:
-            problem: what is asked.
-            device: where it is to run.
+            problem: the layer, such as a `confpred.Problem`.
+            device: the GPU that runs it.
             max_regret: where the bound on the choice's regret is above it, or there is none, the
                 answer is PyTorch's own operator, as a ``fallback``: measure then, or pin a config.
 
@@ -152,7 +152,7 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
             ModelError: trees of the model are damaged, though their digests are right.
         """
-        return _accepted(self._answer(problem, self._device(device), 1), max_regret)[0]
+        return _limit_regret(self._answer(problem, self._device(device), 1), max_regret)[0]
 
     def choose_many(
         self,
@@ -161,12 +161,12 @@ class Predictor:
         *,
         max_regret: float | None = None,
     ) -> list[Choice]:
-        """`choose` for each of `problems`, in order; new ones are worked out together."""
-        known = self._device(device)
-        asked = [(_checked(problem), known, 1) for problem in problems]
+        """Return the `choose` of each of `problems`, in order; new ones are predicted together."""
+        target = self._device(device)
+        asked = [(_checked(problem), target, 1) for problem in problems]
         parts = (asked[i : i + TOGETHER] for i in range(0, len(asked), TOGETHER))
-        found = (choices for part in parts for choices in self._best.many(part))
-        return [_accepted(choices, max_regret)[0] for choices in found]
+        answers = (choices for part in parts for choices in self._best.many(part))
+        return [_limit_regret(choices, max_regret)[0] for choices in answers]
 
     def rank(
         self,
@@ -184,23 +184,23 @@ class Predictor:
             UnknownDevice: no description of `device` is known.
         """
         choices = self._answer(problem, self._device(device), check_top(top))
-        return list(_accepted(choices, max_regret))
+        return list(_limit_regret(choices, max_regret))
 
     def expected_ms(
         self, problem: Record, device: str | Device, candidate: Candidate
     ) -> float | None:
-        """Milliseconds that `candidate` is expected to take for `problem`; None where nothing
-        predicts them, as for PyTorch's operator where none of our kernels is legal.
+        """Return the milliseconds that `candidate` is expected to take for `problem`; None if no
+        model predicts them, as for PyTorch's operator where no confpred kernel is legal.
 
         Raises:
             UnknownDevice: no description of `device` is known.
         """
-        known = self._device(device)
+        target = self._device(device)
         if candidate == PYTORCH_OPERATOR:
-            remembered = self._best((_checked(problem), known, 1))[0].pytorch_ms
+            remembered = self._best((_checked(problem), target, 1))[0].pytorch_ms
             if remembered is not None:
                 return remembered
-        return _expected_ms(problem, known, self._model(type(problem), known), candidate)
+        return _expected_ms(problem, target, self._model(type(problem), target), candidate)
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
@@ -213,50 +213,50 @@ class Predictor:
         return get_device(name)
 
     def own_model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model of `device`, if it knows problems of this class."""
+        """Return the model of `device` for problems of this class; None if it has none."""
         model = self._further.get(kind, self._models).get(device.key)
         return model if model and model.operation.problem is kind else None
 
     def _model(self, kind: type[Record], device: Device) -> Model | None:
         """Return the model of `device` for problems of this kind, or the nearest device's."""
         models = self._further.get(kind, self._models)
-        return self.own_model(kind, device) or donor_for(models, device, kind)
+        return self.own_model(kind, device) or nearest_model(models, device, kind)
 
-    def _work_out(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
-        """Answer questions that are all about one device and number of choices."""
+    def _answer_all(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
+        """Return the answers to questions about one device and number of choices."""
         if self._limits.deterministic:
-            asked = [(_repeatable(problem), device, top) for problem, device, top in asked]
-        found = [self._settled(*each) for each in asked]
-        short = [i for i, (_, _, top) in enumerate(asked) if len(found[i]) < top]
+            asked = [(_ask_repeatable(problem), device, top) for problem, device, top in asked]
+        choices = [self._choices_before_model(*one) for one in asked]
+        short = [i for i, (_, _, top) in enumerate(asked) if len(choices[i]) < top]
         for i, predicted in zip(short, self._predict([asked[i] for i in short]), strict=True):
-            if found[i]:  # the bound is of a first choice alone
+            if choices[i]:  # the bound is of a first choice alone
                 predicted = [replace(c, regret_bound=None, extrapolated=False) for c in predicted]
-            listed = {choice.candidate for choice in found[i]}
-            found[i] += [choice for choice in predicted if choice.candidate not in listed]
+            listed = {choice.candidate for choice in choices[i]}
+            choices[i] += [choice for choice in predicted if choice.candidate not in listed]
         return [
             self._with_pytorch_ms(mine[:top] or [Choice(problem, device.key, "fallback")], device)
-            for (problem, device, top), mine in zip(asked, found, strict=True)
+            for (problem, device, top), mine in zip(asked, choices, strict=True)
         ]
 
-    def _settled(self, problem: Record, device: Device, top: int) -> list[Choice]:
-        """Return what needs no prediction: the plan's choice, and the best measured config."""
+    def _choices_before_model(self, problem: Record, device: Device, top: int) -> list[Choice]:
+        """Return the choices that need no prediction: the plan's, and the best measured config."""
         planned = self._plan_for(problem, device)
         if planned is not None and top == 1:
             return [planned]  # so that a start from a plan loads no model
-        found = [] if planned is None else [planned]
+        settled = [] if planned is None else [planned]
         model = self.own_model(type(problem), device)
         best = model.measured.get(str(problem)) if model else None
         if model is None or best is None or not self._keeps_within(problem, best.candidate):
-            return found
+            return settled
         if planned is None or planned.candidate != best.candidate:
             ms = best.time_ms * 1e-3 * 1e3  # as predictions are made in seconds
             one = Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
-            found.append(one)
-        return found
+            settled.append(one)
+        return settled
 
     def _plan_for(self, problem: Record, device: Device) -> Choice | None:
-        """Return the plan's choice for a problem, if it keeps within the limits; with the expected
-        time where a person wrote none."""
+        """Return the plan's choice for a problem, if it is within the limits; with the expected
+        time where the plan has none."""
         planned = self._planned.get((problem, device.key))
         if planned is None or not self._keeps_within(problem, planned.candidate):
             return None
@@ -273,9 +273,9 @@ class Predictor:
         return len(within(family_of(candidate), problem, row, self._limits)) == 1
 
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
-        """Predict, or else estimate, for each question at least as many choices as were asked for
-        and are known already, best first; the first has the bound."""
-        found: dict[Record, list[Choice]] = {}
+        """Predict, or else estimate, for each question enough choices to fill the answer beside
+        those that need no prediction, best first; the first has the bound."""
+        ranked: dict[Record, list[Choice]] = {}
         for kind in {type(problem): None for problem, _, _ in asked}:
             _, device, top = asked[0]
             if (model := self._model(kind, device)) is None:
@@ -283,7 +283,7 @@ class Predictor:
             own = model is self.own_model(kind, device)
             source: Source = "predicted" if own else "transferred"
             problems = [problem for problem, _, _ in asked if type(problem) is kind]
-            predicted = _predicted(problems, device, model, top, self._limits)
+            predicted = _rank_by_model(problems, device, model, top, self._limits)
             trusts = self._trusts(problems, device, model, top, predicted)
             for problem, options, trust in zip(problems, predicted, trusts, strict=True):
                 one = Choice(
@@ -292,7 +292,7 @@ class Predictor:
                     pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
                     donor=None if own else model.device.key,
                 )
-                found[problem] = choices = [
+                ranked[problem] = choices = [
                     replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
                     for seconds, candidate in options[: top + _KNOWN]
                 ]
@@ -301,7 +301,7 @@ class Predictor:
                     replace(first, regret_bound=bound, extrapolated=extrapolated)
                     for first in choices[:1]
                 ]
-        return [found.get(each[0]) or _estimated(*each, self._limits) for each in asked]
+        return [ranked.get(one[0]) or _rank_by_estimate(*one, self._limits) for one in asked]
 
     def _trusts(
         self,
@@ -315,18 +315,18 @@ class Predictor:
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
-        found = [Trust(None, False)] * len(problems)
+        trusts = [Trust(None, False)] * len(problems)
         served = [i for i, options in enumerate(predicted) if options]
         if self._limits != UNLIMITED or not served:
-            return found  # nothing was calibrated for what is left within limits
-        trusts = model.bounds.of(
+            return trusts  # bounds are calibrated without limits alone
+        calibrated = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]
         )
-        # Nothing was calibrated for a device without a model of its own.
+        # No bound is calibrated for a device without a model of its own.
         own = model.device.key == device.key
-        for i, (bound, extrapolated) in zip(served, trusts, strict=True):
-            found[i] = Trust(bound if own else None, extrapolated)
-        return found
+        for i, (bound, extrapolated) in zip(served, calibrated, strict=True):
+            trusts[i] = Trust(bound if own else None, extrapolated)
+        return trusts
 
     def _with_pytorch_ms(self, choices: list[Choice], device: Device) -> tuple[Choice, ...]:
         """Return `choices` with the time of PyTorch's operator beside a measured one: as it was
@@ -352,69 +352,69 @@ def _checked(problem: object) -> Record:
     return problem
 
 
-def _accepted(choices: Sequence[Choice], max_regret: float | None) -> Sequence[Choice]:
+def _limit_regret(choices: Sequence[Choice], max_regret: float | None) -> Sequence[Choice]:
     if max_regret is None:
         return choices
     return with_fallback(choices, check_max_regret(max_regret))
 
 
-def _repeatable(problem: Record) -> Record:
-    """`problem`, to be computed to the same bit at every call, if it can ask for that."""
+def _ask_repeatable(problem: Record) -> Record:
+    """Return `problem` with ``deterministic`` set, where its results may differ by call."""
     asked = getattr(problem, "deterministic", True)
     if asked or getattr(problem, "direction", "wgrad") != "wgrad":
-        return problem  # what is asked for, or always so
+        return problem  # deterministic already
     strict: Record = replace(problem, deterministic=True)  # type: ignore[call-arg]
     return strict
 
 
-def _predicted(
+def _rank_by_model(
     problems: Sequence[Record],
     device: Device,
     model: Model,
     top: int = 1,
     limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """For each of `problems` at least `top` candidates within `limits`, if `model` knows as many,
-    and PyTorch's own operator, in the order of the answer; empty where nothing is legal."""
-    found = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
-    served = [i for i, options in enumerate(found) if options]
+    """Return for each of `problems` at least `top` candidates within `limits`, if there are so
+    many, and PyTorch's own operator, in the order of the answer; empty where none is legal."""
+    ranked = rank_families(model.families_for(problems), model.gate, problems, device, top, limits)
+    served = [i for i, options in enumerate(ranked) if options]
     if served and model.pytorch is not None:
         asked = [problems[i] for i in served]
         slowdowns = model.pytorch.slowdowns(asked, device)
         # PyTorch's operator was compared with the fastest config of all.
-        every = [found[i] for i in served]
+        every = [ranked[i] for i in served]
         if limits != UNLIMITED:
             every = rank_families(model.families_for(asked), model.gate, asked, device, top)
         for i, options, slowdown in zip(served, every, slowdowns, strict=True):
-            found[i] = with_pytorch(found[i], slowdown, (options or found[i])[0][0])
-    return found
+            ranked[i] = with_pytorch(ranked[i], slowdown, (options or ranked[i])[0][0])
+    return ranked
 
 
-def _estimated(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
+def _rank_by_estimate(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
     """Return the configs of all families by their own estimates, which are too rough to be
     compared with anything but one another."""
-    found: Options = []
+    options: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
         kept = np.isin(rows, within(family, problem, rows, limits, top))
         first = zip(seconds[kept][:top].tolist(), rows[kept].tolist(), strict=False)
-        found += [(value, Candidate(name, row)) for value, row in first]
+        options += [(value, Candidate(name, row)) for value, row in first]
     return [
         Choice(problem, device.key, "heuristic", candidate, launch_ms(seconds))
-        for seconds, candidate in sorted(found)[: top + _KNOWN]
+        for seconds, candidate in sorted(options)[: top + _KNOWN]
     ]
 
 
 def _ms_of(candidate: Candidate, options: Options) -> float | None:
-    return next((launch_ms(seconds) for seconds, found in options if found == candidate), None)
+    return next((launch_ms(seconds) for seconds, option in options if option == candidate), None)
 
 
 def _expected_ms(
     problem: Record, device: Device, model: Model | None, candidate: Candidate
 ) -> float | None:
-    """Milliseconds that `candidate` is expected to take."""
+    """Return the milliseconds that `candidate` is expected to take; None if no model says."""
     if candidate == PYTORCH_OPERATOR:
-        return _ms_of(candidate, _predicted([problem], device, model)[0] if model else [])
+        return _ms_of(candidate, _rank_by_model([problem], device, model)[0] if model else [])
     row = np.array([candidate.config_id], np.intp)
     learned = model.families.get(candidate.provider) if model else None
     if learned is None:
@@ -423,16 +423,16 @@ def _expected_ms(
 
 
 def distance(one: Device, other: Device) -> float:
-    """How unlike two devices are: the largest ratio among their sizes and rates, in doublings."""
+    """Return the distance of two devices: the largest ratio of their sizes and rates, as log2."""
     sizes = ("sm_count", "smem_per_sm", "warps_per_sm")
     rates = ("dram_bytes_per_s", "tensor_flops", "simt_flops")
     ratios = (getattr(one, name) / getattr(other, name) for name in (*sizes, *rates))
     return max(abs(math.log2(ratio)) for ratio in ratios)
 
 
-def donor_for(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """Return the model of the device nearest to `device`, of those of `models` (by device key) that
-    know problems of the class `problem`."""
+def nearest_model(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
+    """Return the model of the device nearest to `device`, of those in `models` (by device key) for
+    problems of the class `problem`."""
     described = {key: KNOWN.get(key) or models[key].device for key in models}
     for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
         if models[key].operation.problem is problem:

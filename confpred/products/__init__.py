@@ -1,4 +1,4 @@
-"""Ways of computing that leave the arithmetic to a library's matrix products.
+"""Families that leave the arithmetic to a library's matrix products.
 
     im2col.py    convolution: a confpred kernel copies patches into rows, and cuBLAS multiplies
     epilogue.py  chains of linear layers: bias and ReLU in cuBLASLt's epilogue
@@ -43,29 +43,29 @@ class Layout:
     bytes: int = 0
 
     def add(self, elements: int) -> int:
-        """Where a new part of so many elements starts, in bytes."""
+        """Add a part of so many `elements`, and return where it starts, in bytes."""
         start = self.bytes
         self.bytes += -(-elements * self.itemsize // _UNIT) * _UNIT
         return start
 
     def units(self, start: int) -> int:
-        """`start` as kernels count it."""
+        """Return `start`, in bytes, in the 16-byte units of kernels."""
         return start // _UNIT
 
     def elements(self, start: int) -> int:
-        """`start` as views count it."""
+        """Return `start`, in bytes, in elements."""
         return start // self.itemsize
 
 
 def ordinary_error(problem: LinearChain) -> float:
-    """Relative error in the 2-norm, against float64, up to which an answer is as exact as
-    PyTorch's own: each layer adds an independent one."""
+    """Return the largest relative error, in the 2-norm against float64, of an answer as exact as
+    PyTorch's: each layer adds an independent error."""
     one = TF32_ERROR if problem.tf32 else ORDINARY_ERROR[problem.dtype]
     return float(one * problem.layers**0.5)
 
 
 def product_s(problem: LinearChain, device: Device, flops: float, moved: float) -> float:
-    """Seconds of products of so many operations that move so many bytes."""
+    """Return the seconds of products that compute `flops` operations and move `moved` bytes."""
     if problem.dtype != "float32":
         rate = device.tensor_flops
     elif problem.tf32:

@@ -21,7 +21,7 @@ from confpred.problem.operation import SCRATCH, Launch
 
 
 class FusedEpilogue(chains.ChainFamily):
-    """See the module. There is one way, so that its config has nothing to say."""
+    """See the module. It has one config, so its one field is constant."""
 
     name = "linear_epilogue"
     configs = config_table(("fused",), [(1,)])

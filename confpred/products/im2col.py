@@ -34,7 +34,7 @@ ALL = 0
 _FILE = "im2col.cu"
 _FIELDS = ("samples", "batched", "tf32")
 _SAMPLES = (ALL, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-#: Most chunks of a batch: a program of more takes the host longer than it could ever save.
+#: Most chunks of a batch: enqueuing more takes the CPU longer than they could save.
 _MOST_CHUNKS = 256
 _MOST_WORKSPACE_BYTES = 2**31
 _THREADS, _MOST_ACROSS, _IN_FLIGHT = 256, 128, 4
@@ -70,8 +70,8 @@ class Im2col(Described):
     )  # fmt: skip
 
     def legal(self, problem: Problem, device: Device) -> NDArray[np.bool_]:
-        """Half precision is refused where sums would be rounded more than once: gradients of the
-        input add the copies of an element, those of the filter the chunks."""
+        """Refuse half precision where sums would be rounded more than once: gradients of the input
+        add the copies of an element, those of the filter the chunks."""
         p, t, rows = problem, config_columns(self.configs), _rows_of(problem)
         chunk = np.where(t["samples"] == ALL, p.n, t["samples"])
         one = (t["samples"] == ALL) | (p.n == 1)
@@ -91,14 +91,15 @@ class Im2col(Described):
         return legal & (not (too_large or (p.bias and p.direction == "wgrad")))
 
     def workspace_bytes(self, problem: Problem) -> NDArray[np.int64]:
-        """Bytes of device memory that each config needs, exactly."""
+        """Return the bytes of workspace that each config needs."""
         p, rows = problem, _rows_of(problem)
         samples = config_columns(self.configs)["samples"]
         chunk = np.where(samples == ALL, p.n, np.minimum(samples, p.n))
         return chunk * (0 if rows.are_the_image else rows.pixels * rows.length * p.itemsize)
 
     def allowed(self, problem: Problem, rows: Rows, limits: Limits) -> NDArray[np.bool_]:
-        """As `Limits.allow` has it of launches, which take long where the chunks are many."""
+        """Return the `rows` within `limits`. `Limits.allow` would need their launches, which are
+        slow to make where the chunks are many."""
         tf32 = self.configs["tf32"][rows] == 1
         ordinary = np.where(tf32, TF32_ERROR, ORDINARY_ERROR[problem.dtype])
         mask: NDArray[np.bool_] = ~tf32 | limits.tf32
@@ -201,7 +202,7 @@ def _copy(p: Problem, entry: str, first: int, count: int) -> Step:
 
 
 def _epilogue(p: Problem) -> tuple[Step, ...]:
-    """One pass over the output for what is more than the products."""
+    """Return the pass over the output for bias, residual and activation, if there are any."""
     if not (p.bias or p.has_epilogue):
         return ()
     return epilogue_of(p, _BLOCKS // 16).steps

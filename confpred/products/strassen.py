@@ -15,7 +15,7 @@ zeros exist in the workspace alone; peeling the last row and column off would ta
 
 Sums and differences of quarters are rounded to the dtype, so that the result is less exact than an
 ordinary product's (`error_of`), and an infinity makes more than its own row and column infinite.
-Whoever asks sets a bound, or gets ordinary products.
+Only a caller who sets a bound on the error gets it; others get ordinary products.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from confpred.problem.device import Device
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
 from confpred.problem.operation import SCRATCH, KernelSpec, Launch, Product, Step, View
 
-#: Which layers are computed so: all of them, or those between the first and the last, whose outer
-#: width may be small.
+#: Which layers use Strassen's algorithm: all of them, or those between the first and the last,
+#: whose outer width may be small.
 ALL, INNER = range(2)
 _THREADS = 256
 _BYTES = 16  # of an access
@@ -53,7 +53,7 @@ _ERROR = {
 
 
 def error_of(problem: LinearChain) -> float:
-    """Relative error in the 2-norm, against float64, that the answer stays below.
+    """Return a bound on the relative error of the answer, in the 2-norm against float64.
 
     Each layer adds an independent error of its own, and passes on those before it. The constants
     are twice what was measured or more: ``benchmarks/kernels/linear_chains.py`` measures it again
@@ -89,7 +89,7 @@ class Strassen(chains.ChainFamily):
     ) -> dict[str, NDArray[np.float64]]:
         """Return the estimate: products by the roofline, and passes by what they move, most of
         which stays in the L2 cache where it fits."""
-        p, found = problem, []
+        p, estimates = problem, []
         for row in rows:
             launch = self.launch(p, int(row))
             flops = moved = 0.0
@@ -104,8 +104,8 @@ class Strassen(chains.ChainFamily):
             seconds = chains.product_s(p, device, flops, moved) + passes / device.dram_bytes_per_s
             seconds += len(launch.program) * chains.LAUNCH_S
             filled, saved = 8.0 / 7.0 * flops / p.flops, 1.0 - flops / p.flops
-            found.append((seconds, filled, saved, float(launch.workspace_bytes)))
-        estimate, filled, saved, workspace = np.array(found, np.float64).reshape(-1, 4).T
+            estimates.append((seconds, filled, saved, float(launch.workspace_bytes)))
+        estimate, filled, saved, workspace = np.array(estimates, np.float64).reshape(-1, 4).T
         return {
             "inner": self.configs["inner"][rows].astype(np.float64),
             "log_half_batch": np.log2(np.full(len(rows), float(-(-p.batch // 2)))),
@@ -118,7 +118,7 @@ class Strassen(chains.ChainFamily):
     def launch(self, problem: LinearChain, row: int) -> Launch:
         p = problem
         ends = (0, p.layers - 1) if int(self.configs["inner"][row]) == INNER else ()
-        return _Chain(p, [index not in ends for index in range(p.layers)]).launch()
+        return _ChainLaunch(p, [index not in ends for index in range(p.layers)]).launch()
 
 
 FAMILY = Strassen()
@@ -127,13 +127,13 @@ _Place = tuple[str, int]
 
 
 def _half(p: LinearChain, width: int) -> int:
-    """Columns of a quarter of a matrix of so many."""
+    """Return the columns of a quarter of a matrix with `width` columns."""
     vector = _BYTES // p.itemsize
     return -(-width // (2 * vector)) * vector
 
 
-class _Chain:
-    """The launch of a chain, of which some layers are `halved`."""
+class _ChainLaunch:
+    """The launch of a chain whose `halved` layers use Strassen's algorithm."""
 
     def __init__(self, p: LinearChain, halved: list[bool]) -> None:
         self._p, self._halved = p, halved
@@ -152,7 +152,7 @@ class _Chain:
         self._weights = self._scratch.add(_PRODUCTS * max(weights))
 
     def _feeds_halves(self, index: int) -> bool:
-        """Whether one kernel ends layer `index` and begins the next."""
+        """Return whether one kernel ends layer `index` and begins the next."""
         halved = self._halved
         return halved[index] and index + 1 < len(halved) and halved[index + 1]
 
@@ -213,7 +213,7 @@ class _Chain:
         sizes: tuple[int, int, int, int],
         index: int | None = None,
     ) -> Step:
-        """One kernel; `index` is that of the layer that it ends."""
+        """Return one kernel; `index` is that of the layer that it ends, or None."""
         p, vector = self._p, _BYTES // self._p.itemsize
         _, columns, half_rows, half_columns = sizes
         bias = index is not None and p.bias

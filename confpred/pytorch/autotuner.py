@@ -38,7 +38,7 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
 from confpred.triton.problem import KernelCall, joined
 from confpred.triton.source import plain_function, source_of
-from confpred.triton.triton_family import Call, Functions, TritonFamily, config_key
+from confpred.triton.triton_family import ExampleCall, Functions, TritonFamily, config_key
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")
@@ -232,11 +232,11 @@ class Tuned(Autotuner):
         if call is None or not self._is_answered or (predictor := self._predictor) is None:
             return None
         device = current_device()
-        found = self._left(self._orders.get((call, device), ()))
-        if not found:
+        configs = self._left(self._orders.get((call, device), ()))
+        if not configs:
             self._orders[call, device] = self._predicted(predictor, call, device)
-            found = self._left(self._orders[call, device])
-        return found or None
+            configs = self._left(self._orders[call, device])
+        return configs or None
 
     def _left(self, configs: Sequence[Any]) -> list[Any]:
         return [config for config in configs if config not in self._broken]
@@ -245,11 +245,11 @@ class Tuned(Autotuner):
         """Return the position of a config in the model's order for a call, counted from 0; behind
         all positions where the model does not put it first."""
         order = self.order(self.call_of(arguments)) or ()
-        keys = [config_key(each.all_kwargs()) for each in order]
+        keys = [config_key(ranked.all_kwargs()) for ranked in order]
         key = config_key(config)
         return keys.index(key) if key in keys else len(self.configs)
 
-    def example_call(self, problem: KernelCall) -> Call:
+    def example_call(self, problem: KernelCall) -> ExampleCall:
         """Return a call of the kernel that the author's example makes for `problem`.
 
         Raises:
@@ -278,7 +278,7 @@ class Tuned(Autotuner):
             self.fn.run(*args, **{**kwargs, **self._of_row(row).all_kwargs(), "warmup": True})
 
         tensors = {n: named[n] for n in self.arg_names if isinstance(named.get(n), torch.Tensor)}
-        return Call(launch, compiled, tensors)
+        return ExampleCall(launch, compiled, tensors)
 
     @contextmanager
     def _capture(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
@@ -302,13 +302,13 @@ class Tuned(Autotuner):
             introduce(self.family)
             predictor = Predictor.load(folder)
             for model in predictor.models.values():
-                known = model.card.families[self.family.name].source_digests
-                digests = {text.rpartition(" ")[2] for text in known}
+                sources = model.card.families[self.family.name].source_digests
+                digests = {text.rpartition(" ")[2] for text in sources}
                 if self.family.digest not in digests:
                     raise ModelError(f"{folder} is of another source of the kernel")
-                if self.family.source not in known and not self._transfer:
+                if self.family.source not in sources and not self._transfer:
                     raise ModelError(
-                        f"{folder} is of {' and '.join(known)}, and this is Triton "
+                        f"{folder} is of {' and '.join(sources)}, and this is Triton "
                         f"{triton.__version__}: transfer=True takes it all the same"
                     )
         except ConfpredError as error:

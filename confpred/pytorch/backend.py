@@ -1,11 +1,11 @@
 """``torch.compile(model, backend="confpred")``: PyTorch captures, confpred chooses.
 
-    Dynamo --> AOTAutograd --> fusing (what runs, chosen in one call) --> CUDA graph
+    Dynamo --> AOTAutograd --> rewriting (all layers are chosen in one call) --> CUDA graph
               inference        fuse
-              joint            serve, then forward and backward apart
+              joint            lower_convolutions; then forward and backward are separate
 
-Dynamo's guards say when a captured graph still holds. Parameters and buffers are inputs of the
-graphs, so that every write to one is seen.
+Dynamo's guards check whether a captured graph is still valid. Parameters and buffers are inputs of
+the graphs, so that writes to them take effect.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, pas
 from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, verify
-from confpred.pytorch.run.choosing import Wishes
-from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference, why_not
+from confpred.pytorch.run.choosing import Constraints
+from confpred.pytorch.run.graphs import (
+    GraphMemory,
+    make_replayable,
+    memory_of_inference,
+    why_no_graph,
+)
 from confpred.pytorch.run.loading import compile_ahead
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
@@ -53,7 +58,7 @@ class Options:
     """Options of the backend, the keys of ``torch.compile(..., options={...})``.
 
     Attributes:
-        inductor: let Inductor compile the other operations: fewer passes over memory, for a first
+        inductor: let Inductor compile PyTorch's operators: fewer passes over memory, for a first
             step that takes as long as that of ``torch.compile``. None: on a GPU, where Triton and a
             C compiler are installed.
         graphs: replay captured graphs as CUDA graphs.
@@ -84,20 +89,20 @@ class Options:
         counted = type(self.verify) is int and 0 <= self.verify <= 8
         if not counted and self.verify != NETWORK:
             raise InvalidInput("verify", self.verify, f"an integer from 0 to 8, or {NETWORK!r}")
-        _ = self.wishes
+        _ = self.constraints
 
     @property
-    def wishes(self) -> Wishes:
-        return Wishes(self.limits, self.max_regret)
+    def constraints(self) -> Constraints:
+        return Constraints(self.limits, self.max_regret)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Options:
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
         """Return the options that a dictionary names."""
         names = [f.name for f in fields(cls)]
-        for name in given or {}:
+        for name in options or {}:
             if name not in names:
                 raise InvalidInput("options", name, nearest(name, names))
-        return cls(**(given or {}))
+        return cls(**(options or {}))
 
 
 def confpred(
@@ -109,13 +114,13 @@ def confpred(
     calls: Calls | None = None,
 ) -> Any:
     """Compile a graph of Dynamo's; the backend that ``torch.compile`` finds by this name. `calls`
-    are those of a model that `confpred.optimize` was given.
+    is the history of a model's calls under `confpred.optimize`.
 
     Raises:
         InvalidInput: `options` are not of `Options`, or there is a mode: confpred has none.
     """
     if mode not in (None, "default"):
-        raise InvalidInput("mode", mode, "None; options={'graphs': False} is without CUDA graphs")
+        raise InvalidInput("mode", mode, "None; options={'graphs': False} turns CUDA graphs off")
     compiler = Compiler(Options.of(options), calls)
     _guard_hooks()
     compiled = compiler.compile(gm, example_inputs)
@@ -124,8 +129,8 @@ def confpred(
 
 
 def _guard_hooks() -> None:
-    """Let the guards of the capture under way see hooks that are added to modules later: Dynamo
-    skips them unless it is set not to, and a hook would be ignored."""
+    """Let the guards of the present capture check for module hooks that are added later: by default
+    Dynamo does not, and a hook would be ignored."""
     from torch._dynamo import callback, config
 
     if not config.skip_nnmodule_hook_guards:
@@ -134,7 +139,7 @@ def _guard_hooks() -> None:
     def restore(*_: Any) -> None:
         config.skip_nnmodule_hook_guards = True
         callback.callback_handler.end_callbacks = [
-            each for each in callback.callback_handler.end_callbacks if each is not restore
+            end for end in callback.callback_handler.end_callbacks if end is not restore
         ]
 
     callback.on_compile_end(restore)
@@ -147,7 +152,7 @@ class Lowered:
 
     Attributes:
         kind, static, written, visible: as of `confpred.pytorch.run.graphs.Graphed`.
-        strides: of its inputs, as of `confpred.pytorch.rewrite.inductor.compiled`.
+        strides: of its inputs, as of `confpred.pytorch.rewrite.inductor.compile_pass`.
         ordinal: the CUDA device, or None.
         why: why it cannot become a CUDA graph, in words; None if it can.
         sites, norms, folds: of the graph; empty in a backward pass.
@@ -166,9 +171,9 @@ class Lowered:
 
 
 class Compiler:
-    """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
-    convolutions that were found and `norms` the norms, `capture` is what `confpred.status` knows of
-    it. One that does not choose leaves them to PyTorch."""
+    """The compilers that AOTAutograd calls with the graphs of a capture. `sites` has their
+    convolutions and `norms` their norms; `capture` is the record for `confpred.status`. Without
+    `chooses`, PyTorch computes all layers."""
 
     capture: Capture
 
@@ -182,52 +187,52 @@ class Compiler:
         self.folds: list[fusing.Fold] = []
         self._keep: Callable[[Lowered, Any, Any], Any] | None = None  # of PyTorch's cache
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
-        self.memory = Memory()
+        self.memory = GraphMemory()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
         self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
         with self.capture.compiling("PyTorch traces it"):
-            compiled = self._compiled(gm, example_inputs)
+            compiled = self._compile(gm, example_inputs)
             if self.options.verify == NETWORK and self.sites:
-                compiled = self._against_pytorch(compiled, gm, example_inputs)
+                compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
 
-    def _against_pytorch(self, ours: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """Return what keeps the faster of `ours` and the same graph without confpred's choices."""
+    def _race_pytorch(self, chosen: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Return a function that keeps the faster of `chosen` and the same graph by PyTorch."""
         capture, other = self.capture, Compiler(self.options, chooses=False)
         other.capture = replace(capture, passes=[], sites=other.sites, doing="", was_slow=True)
 
-        def decided(is_ours: bool, why: str) -> None:
-            capture.kept, capture.is_rejected = why, not is_ours
+        def note_decision(is_kept: bool, why: str) -> None:
+            capture.kept, capture.is_rejected = why, not is_kept
             log.info("verify='network': %s", why)
-            if is_ours:
+            if is_kept:
                 return
             capture.passes = other.capture.passes
-            for choice in (site.choice for site in self.sites if site.is_ours):
+            for choice in (site.choice for site in self.sites if site.is_lowered):
                 if choice is not None:
                     choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
 
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        inputs = known.input_info
-        why = passes.foreign_operator(gm)
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        inputs = metadata.input_info
+        why = passes.find_foreign_operator(gm)
         if len(inputs) != len(example_inputs):  # AOTAutograd has put some together
             why = "inputs that it writes to share memory"
         if why:
-            decided(True, verify.UNTIMED + why)
-            return ours
+            note_decision(True, verify.UNTIMED + why)
+            return chosen
         try:
             with other.capture.compiling("PyTorch traces it again"):
-                others = other._compiled(gm, example_inputs)
+                plain = other._compile(gm, example_inputs)
         except Exception as error:
             passes.warn_of(error, "verify='network'", "confpred's choices are kept")
-            return ours
+            return chosen
         written = [place for place, x in enumerate(inputs) if x.mutates_data]
-        rivals = verify.Rivals(ours, others, written, decided)
-        rivals.confpred_capture = capture  # which lives as long
+        rivals = verify.Rivals(chosen, plain, written, note_decision)
+        rivals.confpred_capture = capture  # keeps it alive as long
         return rivals
 
-    def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's by AOTAutograd."""
         from torch._dynamo.backends.common import aot_autograd
 
@@ -279,7 +284,7 @@ class Compiler:
 
     def is_still_right(self, fold: fusing.Fold) -> bool:
         """Return whether the inputs of the graph show what `fold` says."""
-        return fold.looked_at(self._values) == fold
+        return fold.check(self._values) == fold
 
     def _begin(self) -> None:
         """Forget what was loaded of this graph, where PyTorch's cache had only a part of it."""
@@ -287,11 +292,11 @@ class Compiler:
             of_graph.clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
-        """Return what chooses for the device of `graph`; None where that is no GPU."""
+        """Return a function that chooses for the GPU of `graph`; None if it is on no GPU."""
         ordinal = ordinal_of(graph)
         return None if ordinal is None or not self._chooses else chooser(ordinal, self.options)
 
-    def _inductors(self, graph: fx.Graph) -> Device | None:
+    def _inductor_device(self, graph: fx.Graph) -> Device | None:
         """Return the device that Inductor compiles `graph` for; None where it does not."""
         ordinal = ordinal_of(graph)
         return choosing.device_of(ordinal) if self.inductor and ordinal is not None else None
@@ -300,55 +305,55 @@ class Compiler:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
         self._begin()
-        steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
+        steps: list[Step] = [passes.let_views_copy, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
             fuse = partial(
                 fusing.fuse, inputs=self._values, folds=self.folds,
-                device=self._inductors(gm.graph),
+                device=self._inductor_device(gm.graph),
             )  # fmt: skip
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
-            norms = self._norms(choose, (NORM,))
+            norms = self._norm_steps(choose, (NORM,))
             steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
         if self.inductor:
-            gm, steps = self._decomposed(gm, inputs, steps), []
+            gm, steps = self._decompose(gm, inputs, steps), []
         self._attempt(gm, [*steps, passes.update_in_place])
         run = partial(self._run, inputs=inputs, kind="inference")
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        static = known.static_input_indices
-        return passes.frozen(gm, static, run) if self.options.freeze else run(gm, static)
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        static = metadata.static_input_indices
+        return passes.freeze(gm, static, run) if self.options.freeze else run(gm, static)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Rewrite a graph of forward and backward, and cut it where autograd would.
 
-        Only Inductor computes something again in the backward pass: without fused pointwise kernels
-        that costs a pass over memory each.
+        Only Inductor recomputes values in the backward pass: without fused pointwise kernels each
+        of them costs a pass over memory.
         """
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
         self._begin()
-        steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
+        steps: list[Step] = [passes.let_views_copy, passes.join_silu_gradients]
         choose = self.chooser(joint.graph)
         if choose is not None:
-            convolutions = partial(training.serve_convolutions, compiled=self.inductor)
+            convolutions = partial(training.lower_convolutions, compiled=self.inductor)
             serve = partial(self._replace, convolutions, choose)
             steps += [layouts.to_channels_last, serve, layouts.keep_strides]
-            steps += self._norms(choose, (BATCH_NORM, NORM))
+            steps += self._norm_steps(choose, (BATCH_NORM, NORM))
         if self.inductor:
-            joint, steps = self._decomposed(joint, inputs, steps), []
+            joint, steps = self._decompose(joint, inputs, steps), []
         if self.inductor:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        self._attempt(joint, [*steps, passes.batch_norms_as_eager, passes.describe_tensors])
+        self._attempt(joint, [*steps, passes.restore_eager_batch_norms, passes.describe_tensors])
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the forward pass of a graph with gradients."""
-        known: Any = torch._guards.TracingContext.get().fw_metadata
-        static, visible = known.static_input_indices, known.num_forward_returns
-        known.bw_donated_idxs = []
+        metadata: Any = torch._guards.TracingContext.get().fw_metadata
+        static, visible = metadata.static_input_indices, metadata.num_forward_returns
+        metadata.bw_donated_idxs = []
         self._finish(gm, static)
         return self._run(gm, static, inputs, "forward", visible)
 
@@ -366,7 +371,7 @@ class Compiler:
         self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
 
     def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-        """Rewrite `gm` by `steps`, all or none; the sites are those of what is left."""
+        """Rewrite `gm` by all `steps` or none; sites of a failed rewrite are removed."""
         counts = [(kind, len(kind)) for kind in (self.sites, self.norms)]
         if not passes.attempt(gm, steps):
             for kind, count in counts:
@@ -375,20 +380,19 @@ class Compiler:
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute the convolutions of `graph` by `replace`."""
         self.capture.doing = "confpred chooses, and compiles kernels"
-        self.sites += replace(graph, choose, self.options.wishes)
+        self.sites += replace(graph, choose, self.options.constraints)
 
-    def _norms(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
-        """Return the steps that let confpred compute norms of `kinds`; none where nothing is known
-        of them."""
+    def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
+        """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        serve = partial(normalising.serve_norms, choose=choose, operations=names, found=self.norms)
+        serve = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
         return [serve, layouts.keep_strides] if names else []
 
-    def _decomposed(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
+    def _decompose(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
         """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""
         self._attempt(gm, [*steps, layouts.filters_to_channels_last])
         try:
-            return inductor.decomposed(gm, inputs)
+            return inductor.decompose(gm, inputs)
         except Exception as error:
             passes.warn_of(error, "decompositions", "Inductor does not compile")
             self.inductor = False
@@ -408,13 +412,13 @@ class Compiler:
             self.capture.doing = f"Inductor compiles the {kind} pass"
             changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
             try:
-                program, strides = inductor.compiled(changed, inputs, static, visible, kind)
+                program, strides = inductor.compile_pass(changed, inputs, static, visible, kind)
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
         replays = self.options.graphs and ordinal is not None
         lowered = Lowered(
             kind, list(static), written, visible, strides, ordinal,
-            why_not(gm, static, written) if replays else None,
+            why_no_graph(gm, static, written) if replays else None,
         )  # fmt: skip
         if kind != "backward":
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
@@ -432,17 +436,17 @@ class Compiler:
         self.capture.passes.append(done)
         run = plain
         if program is not None:
-            run = inductor.checked(program, lowered.strides, lowered.written)
+            run = inductor.accept_any_layout(program, lowered.strides, lowered.written)
         if not self.options.graphs or ordinal is None:
             done.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
         else:
             memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
-            run = graphed(
+            run = make_replayable(
                 lowered.why, run, memory=memory, device=ordinal, static=lowered.static,
                 written=lowered.written, visible=lowered.visible, kind=kind, reasons=done.reasons,
             )  # fmt: skip
         done.run = ref(run)
-        run.confpred_capture = self.capture  # which lives as long
+        run.confpred_capture = self.capture  # keeps it alive as long
         return run
 
     def resume(self, lowered: Lowered, program: Any) -> Any:
@@ -466,16 +470,16 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
         top = options.verify
         if isinstance(top, int) and top and convolutions:
             with _disable_current_modes():  # AOTAutograd's fake tensors cannot be timed
-                how = ordinal, top, options.wishes
-                found: dict[Record, Choice | None] = {
-                    p: verify.fastest(p, *how) for p in dict.fromkeys(convolutions)
+                how = ordinal, top, options.constraints
+                by_problem: dict[Record, Choice | None] = {
+                    p: verify.find_best(p, *how) for p in dict.fromkeys(convolutions)
                 }
-            rest = [problem for problem in problems if problem not in found]
-            found |= zip(rest, choose(rest) if rest else (), strict=True)
-            return [found[problem] for problem in problems]
-        choices = choosing.choose_on(problems, ordinal, options.wishes)
-        known = dict.fromkeys(choice for choice in choices if choice is not None)
-        compile_ahead(list(known), ordinal, options.limits)
+            others = [problem for problem in problems if problem not in by_problem]
+            by_problem |= zip(others, choose(others) if others else (), strict=True)
+            return [by_problem[problem] for problem in problems]
+        choices = choosing.choose_on(problems, ordinal, options.constraints)
+        distinct = dict.fromkeys(choice for choice in choices if choice is not None)
+        compile_ahead(list(distinct), ordinal, options.limits)
         return choices
 
     return choose

@@ -26,21 +26,21 @@ from confpred.problem.activation import activated
 from confpred.problem.conv import MAX_RANK
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch.run import choosing, convolve
-from confpred.pytorch.run.choosing import ANY, Wishes
+from confpred.pytorch.run.choosing import ANY, Constraints
 from confpred.pytorch.run.convolve import Axes, Call, Geometry
 from confpred.pytorch.run.loading import dense, is_channels_last
 from confpred.pytorch.run.pointwise import activation_named
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: Milliseconds of the GPU's time that a layer has to save, forward and backward together: a call
-#: from Python takes the host that much longer than PyTorch's own.
+#: of confpred takes the CPU that much longer than one of PyTorch.
 LEAST_MS = 0.02
 _KINDS: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PYTORCH: tuple[Callable[..., Tensor], ...] = tuple(kind._conv_forward for kind in _KINDS)
 _lock = threading.Lock()
 #: Settings of each `enable` without a `disable` yet, and a function that undoes its plan.
-_former: list[tuple[Wishes, Callable[[], None] | None]] = []
-_wishes = ANY
+_former: list[tuple[Constraints, Callable[[], None] | None]] = []
+_constraints = ANY
 
 
 def conv2d(
@@ -56,13 +56,13 @@ def conv2d(
     residual: Tensor | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)``, by the fastest
-    kernel.
+    """Compute ``activation(torch.nn.functional.conv2d(x, weight, bias, ...) + residual)`` by the
+    fastest kernel.
 
-    confpred's kernels serve channels-last CUDA tensors of grouped and depthwise layers, and cuDNN's
-    plans those of dense layers, forward and backward. All else goes to PyTorch, in the mode that
-    the caller has set (logged at level debug); so do layers where PyTorch's operator (measured with
-    cuDNN's benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and
+    confpred's kernels compute grouped and depthwise layers of channels-last CUDA tensors, and
+    cuDNN's plans dense layers, forward and backward. PyTorch computes all others, in the mode that
+    the caller has set (logged at level debug), and layers where its operator (measured with cuDNN's
+    benchmark mode on) is predicted to be faster. Works under ``torch.compile`` and
     autocast. The filter's gradient repeats to the bit where PyTorch is asked for deterministic
     algorithms.
 
@@ -84,8 +84,8 @@ def conv2d(
         InvalidInput: an argument is not allowed, or a tensor has the wrong rank.
         RuntimeError: PyTorch refuses the arguments.
     """
-    given: Any = (x, weight, bias, residual, activation, limits)
-    return _convolution(4, stride, padding, dilation, groups, *given)
+    arguments: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(4, stride, padding, dilation, groups, *arguments)
 
 
 def convolution(
@@ -101,8 +101,8 @@ def convolution(
     activation: str | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """`conv2d` in one, two or three spatial dimensions: those of `weight`, shape (K, C / groups,
-    ...). Lines and volumes may be channels first, too.
+    """Compute `conv2d` in the spatial dimensions of `weight`, shape (K, C / groups, ...): one, two
+    or three. Lines and volumes may be channels first, too.
 
     Args:
         x: input, shape (N, C, ...).
@@ -119,8 +119,8 @@ def convolution(
     if not 3 <= weight.dim() <= 2 + MAX_RANK:
         allowed = f"a tensor of 3 to {2 + MAX_RANK} dimensions"
         raise InvalidInput("weight", tuple(weight.shape), allowed)
-    given: Any = (x, weight, bias, residual, activation, limits)
-    return _convolution(weight.dim(), stride, padding, dilation, groups, *given)
+    arguments: Any = (x, weight, bias, residual, activation, limits)
+    return _convolution(weight.dim(), stride, padding, dilation, groups, *arguments)
 
 
 def _convolution(
@@ -130,7 +130,7 @@ def _convolution(
 ) -> Tensor:  # fmt: skip
     """Compute `convolution` of tensors of `dims` dimensions."""
     name = activation_named(activation)
-    wishes = ANY if limits is None else Wishes(limits)
+    constraints = ANY if limits is None else Constraints(limits)
     tensors = (("x", x, dims), ("weight", weight, dims), ("bias", bias, 1))
     for argument, tensor, rank in (*tensors, ("residual", residual, dims)):
         if tensor is not None and tensor.dim() != rank:
@@ -139,21 +139,21 @@ def _convolution(
     axes = [_axes(argument, size, dims - 2) for argument, size in sizes.items()]
     geometry: Geometry = (axes[0], axes[1], axes[2], groups)
     pytorch: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 3]
-    given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
-    if torch.compiler.is_compiling() or not is_plain(*given):
+    operands = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
+    if torch.compiler.is_compiling() or not is_plain(*operands):
         out = pytorch(x, weight, bias, *geometry)
         return activated(name, out if residual is None else out + residual)
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
     x, weight, bias, residual = cast(x, weight, bias, residual)
     if any(t is not None and t.dtype is not x.dtype for t in (weight, bias)):
         return pytorch(x, weight, bias, *geometry)  # type: ignore[no-any-return]  # its error
-    call = Call(geometry, wishes=wishes)
+    call = Call(geometry, constraints=constraints)
     if differentiable:
         # The activation's gradient needs its input, so neither activation nor residual is fused.
-        out = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        out = ConvolutionFunction.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return activated(name, out if residual is None else out + residual)
     out = convolve.forward(x, weight, bias, residual, replace(call, activation=name))
-    return _laid_as_pytorch(out, x, weight)
+    return _lay_as_pytorch(out, x, weight)
 
 
 def _axes(name: str, value: int | Axes, rank: int) -> Axes:
@@ -164,8 +164,8 @@ def _axes(name: str, value: int | Axes, rank: int) -> Axes:
     return tuple(value)
 
 
-def _laid_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return a result for `x` with the strides of PyTorch's, whose lines are channels first."""
+def _lay_as_pytorch(t: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return a result for `x` with the strides of PyTorch's result; lines are channels first."""
     if t.dim() in (1, 4):
         return t
     is_last = t.dim() == 5 and (is_channels_last(x) or is_channels_last(weight))
@@ -182,8 +182,8 @@ def cast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return the operands of a convolution of `x` as autocast casts them."""
     dtype = cast_dtype(x)
-    given = (x, *others)
-    return given if dtype is None else tuple(None if t is None else t.to(dtype) for t in given)
+    tensors = (x, *others)
+    return tensors if dtype is None else tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -198,15 +198,15 @@ def is_plain(*tensors: Tensor) -> bool:
     )
 
 
-class Convolution(torch.autograd.Function):
-    """A convolution of plain tensors of one dtype, whose three directions are chosen apart;
-    gradients of gradients are PyTorch's."""
+class ConvolutionFunction(torch.autograd.Function):
+    """A convolution of plain tensors of one dtype, each direction with its own choice; PyTorch
+    computes gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return _laid_as_pytorch(convolve.forward(x, weight, bias, None, call), x, weight)
+        return _lay_as_pytorch(convolve.forward(x, weight, bias, None, call), x, weight)
 
     @staticmethod
     def backward(ctx: Any, *out_grads: Tensor) -> Any:
@@ -217,7 +217,7 @@ class Convolution(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(out_grad) or not torch._C._has_storage(out_grad):
             return (*convolve.backward_by_pytorch(out_grad, x, weight, call, call.mask), None)
         grads = convolve.backward(out_grad, x, weight, call)
-        laid = (None if t is None else _laid_as_pytorch(t, x, weight) for t in grads)
+        laid = (None if t is None else _lay_as_pytorch(t, x, weight) for t in grads)
         return (*laid, None)
 
 
@@ -244,23 +244,23 @@ def enable(
         InvalidInput: an argument is not allowed, or `plan` was made for another device.
         DataError: `plan` is not valid, or was made for other kernels.
     """
-    global _wishes
-    wishes = Wishes(limits, max_regret)
+    global _constraints
+    constraints = Constraints(limits, max_regret)
     undo = None if plan is None else choosing.use_plan(Path(plan))
     with uninterrupted, _lock:
-        _former.append((_wishes, undo))
-        _wishes = wishes
-        for kind, method in zip(_KINDS, _OURS, strict=True):
+        _former.append((_constraints, undo))
+        _constraints = constraints
+        for kind, method in zip(_KINDS, _CONFPRED, strict=True):
             kind._conv_forward = method
 
 
 def disable() -> None:
     """Undo the latest `enable`, its settings and its plan included; without one, do nothing."""
-    global _wishes
+    global _constraints
     with uninterrupted, _lock:
         if not _former:
             return
-        _wishes, undo = _former.pop()
+        _constraints, undo = _former.pop()
         if undo is not None:
             undo()
         if not _former:
@@ -275,7 +275,7 @@ def is_enabled() -> bool:
 
 @contextmanager
 def enabled(**settings: Any) -> Iterator[None]:
-    """`enable` for the block; takes the same arguments."""
+    """Call `enable` for the block, with the same arguments."""
     enable(**settings)
     try:
         yield
@@ -284,7 +284,7 @@ def enabled(**settings: Any) -> Iterator[None]:
 
 
 def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what replaces a kind's ``_conv_forward``, which is `pytorch`'s."""
+    """Return a replacement of `pytorch`, the ``_conv_forward`` of a class of layers."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (
@@ -300,16 +300,16 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
         call = Call(
             (self.stride, self.padding, self.dilation, self.groups),
             mask=needs if torch.is_grad_enabled() else (False, False, False),
-            wishes=_wishes,
+            constraints=_constraints,
         )
         key = (
             call, input.shape, weight.shape, input.dtype, weight.dtype, cast_dtype(input),
             bias is None, input.get_device(), weight.get_device(), is_channels_last(input),
         )  # fmt: skip
-        if not choosing.kept(key, lambda: _saves(call, *cast(input, weight, bias))):
+        if not choosing.cached(key, lambda: _saves(call, *cast(input, weight, bias))):
             return pytorch(self, input, weight, bias)
         x, weight, bias = cast(input, weight, bias)
-        out: Tensor = Convolution.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
+        out: Tensor = ConvolutionFunction.apply(x, weight, bias, call)  # type: ignore[no-untyped-call]
         return out
 
     # `torch.jit.script` reads the text of this, and looks its names up in this module.
@@ -317,7 +317,7 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return _conv_forward
 
 
-_OURS = tuple(map(_forward_of, _PYTORCH))
+_CONFPRED = tuple(map(_forward_of, _PYTORCH))
 
 
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -325,7 +325,7 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     forward = convolve.forward_launch(x, weight, bias, None, call)
     launches = (forward, *convolve.backward_launches(x, weight, call))
     assigned = [launch.assignment for launch in launches if launch is not None]
-    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.wishes)
+    choices = choosing.choose_on([a.problem for a in assigned], x.get_device(), call.constraints)
     saved = 0.0
     for assignment, choice in zip(assigned, choices, strict=True):
         if choice is None:
@@ -334,8 +334,8 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             return True
         own_ms = choice.predicted_ms
         if assignment.candidate != choice.candidate:  # cuDNN did not build the plan
-            known = choosing.current_predictor()
-            own_ms = known.expected_ms(assignment.problem, choice.device, assignment.candidate)
+            predictor = choosing.current_predictor()
+            own_ms = predictor.expected_ms(assignment.problem, choice.device, assignment.candidate)
         if choice.pytorch_ms is not None and own_ms is not None:
             saved += choice.pytorch_ms - own_ms
     return saved >= LEAST_MS

@@ -1,4 +1,4 @@
-"""`explain`: what a network's step becomes on a device, from a capture on fake tensors."""
+"""`explain`: predicts a network's step on a device, from a capture on fake tensors."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Row:
         direction: ``fprop``, ``dgrad`` or ``wgrad``; of a norm ``forward``, ``backward`` or, where
             it is folded, ``norm``; the name of another operator.
         problem: of one layer; None where confpred has no kernels for it.
-        fused: operators that are computed with it.
+        fused: operators that are fused into it.
         provider: the kernel family that runs, or ``pytorch``.
         config: the family's config; empty for PyTorch's operator.
-        expected_ms: expected time of one layer, milliseconds; None if nothing predicts it.
+        expected_ms: expected time of one layer, milliseconds; None if no model predicts it.
         pytorch_ms: the same by PyTorch's operators.
         reason: ``predicted``, ``measured`` or ``pinned``, or why PyTorch's operator runs.
         sizes: of the input; empty for other operators.
-        is_estimate: whether the times are by bytes and operations, as no model predicts them.
+        is_estimate: whether the times are estimates by bytes and operations, without a model.
     """
 
     layers: tuple[str, ...]
@@ -110,7 +110,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NetworkStep:
     """One step of the network, before and after confpred.
 
     Attributes:
@@ -120,8 +120,8 @@ class Step:
         ms_before, ms_after: expected GPU time, milliseconds: convolutions by the model, other
             operators by the bytes that they move, which is rough.
         convolution_share: of `ms_before`.
-        unpredicted: convolutions that no model predicts: an estimate by their bytes and operations
-            is in both times.
+        unpredicted: convolutions that no model predicts; both times have an estimate of them, by
+            bytes and operations.
         added: operators that rewriting added, by name.
     """
 
@@ -147,7 +147,7 @@ class Explanation:
     columns. `remarks` are sentences about the answer."""
 
     device: str
-    step: Step
+    step: NetworkStep
     rows: tuple[Row, ...]
     training: bool = False
     remarks: tuple[str, ...] = ()
@@ -192,11 +192,11 @@ def explain(
     training: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """Say what a step of `model` becomes on `device` after `confpred.optimize`; needs no GPU.
+    """Predict a step of `model` on `device` after `confpred.optimize`; needs no GPU.
 
     The network is captured as `optimize` captures it, on tensors without values. A forward that
-    reads values, as ``.item()`` does, is run on the CPU. Which plans cuDNN has for a layer is known
-    on the GPU alone: where it lacks the one that is named here, the next one in the ranking runs.
+    reads values, as ``.item()`` does, is run on the CPU. Only the GPU's cuDNN knows its plans for a
+    layer: where it lacks the one that is named here, the next one in the ranking runs.
 
     Args:
         model: the network; it is neither run nor changed.
@@ -210,16 +210,16 @@ def explain(
         UnknownDevice: no description of `device` is known.
         ConfpredError: the forward cannot be captured.
     """
-    known, remarks = _device_here() if device is None else (get_device(device), [])
+    gpu, remarks = _device_here() if device is None else (get_device(device), [])
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     training = model.training if training is None else training
-    captured = capture(model, example_inputs, known, training=training, dtype=dtype)
+    captured = capture(model, example_inputs, gpu, training=training, dtype=dtype)
     step, rows = captured.explanation()
     remarks += [f"Timed here, {text}." for text in status(model).verified]
     if step.gain < _POOR:
-        remarks += _in_half(model, example_inputs, known, dtype, step, training)
-    return Explanation(known.key, step, rows, training, (*remarks, *_remarks(step, rows, known)))
+        remarks += _in_half(model, example_inputs, gpu, dtype, step, training)
+    return Explanation(gpu.key, step, rows, training, (*remarks, *_remarks(step, rows, gpu)))
 
 
 def _device_here() -> tuple[Device, list[str]]:
@@ -234,10 +234,10 @@ def _device_here() -> tuple[Device, list[str]]:
 
 
 def _in_half(
-    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: Step,
+    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: NetworkStep,
     training: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what half precision, channels last, would bring, if it is more than `step`."""
+    """Yield the gain in half precision, channels last, if it is larger than that of `step`."""
     halves = [dtype, *(t.dtype for t in model.parameters())]
     half = next((kind for kind in halves if kind in _HALF), None)
     how: dict[str, Any] = {"dtype": half or torch.float16, "channels_last": True}
@@ -253,7 +253,7 @@ def _in_half(
         )
 
 
-def _remarks(step: Step, rows: Sequence[Row], device: Device) -> Iterator[str]:
+def _remarks(step: NetworkStep, rows: Sequence[Row], device: Device) -> Iterator[str]:
     if any(row.reason.startswith("no model for this device") for row in rows):
         yield f"confpred has no model of the {device.key}, so PyTorch's operators stay, fused."
     if step.gain < 0.995 or step.launches_after > step.launches_before:
@@ -273,7 +273,7 @@ _ADDED = "copies bring channels-first tensors into channels last, folds join bat
 
 
 class Recorder(Compiler):
-    """Rewrites the graphs of a capture for `device`; compiles and runs nothing of confpred's."""
+    """Rewrites the graphs of a capture for `device`; compiles and runs no confpred kernels."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(Options(inductor=False, graphs=False))
@@ -302,8 +302,8 @@ class Recorder(Compiler):
         image = val_of(arguments_of(node)[0])
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
         for direction in directions:
-            known = self._known.setdefault((name_of(node), direction), [])
-            known.append((sizes, _convolution_s(node, self._device)))
+            estimates = self._known.setdefault((name_of(node), direction), [])
+            estimates.append((sizes, _convolution_s(node, self._device)))
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -323,17 +323,17 @@ class Recorder(Compiler):
                 if when and not name.startswith(_NORMS):
                     self._others.setdefault(name, []).append((name_of(node), seconds))
 
-    def explanation(self) -> tuple[Step, tuple[Row, ...]]:
-        """Return what was captured, as a whole and in rows."""
-        known = {key: list(values) for key, values in self._known.items()}
+    def explanation(self) -> tuple[NetworkStep, tuple[Row, ...]]:
+        """Return the captured step, as a whole and in rows."""
+        remaining = {key: list(values) for key, values in self._known.items()}
         kinds: dict[Any, list[Site]] = {}
         sizes: dict[Any, tuple[tuple[int, ...], float]] = {}
         for site in (*self.sites, *self.norms):
-            values = known.get((site.name, site.direction))
-            found = values.pop(0) if values else (site.sizes, 0.0)
-            key = (site.direction, site.problem, site.fused, site.why, found)
+            values = remaining.get((site.name, site.direction))
+            noted = values.pop(0) if values else (site.sizes, 0.0)
+            key = (site.direction, site.problem, site.fused, site.why, noted)
             kinds.setdefault(key, []).append(site)
-            sizes[key] = found
+            sizes[key] = noted
         rows = [_row(group, self._device, *sizes[key]) for key, group in kinds.items()]
         convolutions = [row for row in rows if row.sizes and row.direction not in DIRECTIONS]
         times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
@@ -341,7 +341,7 @@ class Recorder(Compiler):
         after_s = self._other_s[1] + sum(count * after for count, _, after in times)
         total_s = self._other_s[0] + before_s
         before, after = self._operators
-        step = Step(
+        step = NetworkStep(
             self._parts, before.total(), after.total(),
             fused=sum(len(row.fused) * len(row.layers) for row in rows),
             ms_before=1e3 * total_s, ms_after=1e3 * after_s,
@@ -349,7 +349,7 @@ class Recorder(Compiler):
             unpredicted=sum(len(row.layers) for row in convolutions if row.is_estimate),
             added={n: count for n, count in (after - before).items() if not n.startswith(_INSTEAD)},
         )  # fmt: skip
-        others = sorted(self._others.items(), key=lambda each: -sum(s for _, s in each[1]))
+        others = sorted(self._others.items(), key=lambda item: -sum(s for _, s in item[1]))
         return step, (*rows, *(_other_row(name, calls) for name, calls in others))
 
 
@@ -442,9 +442,9 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     pytorch_ms = 1e3 * estimate_s if is_estimate else pytorch_ms
     problem: Any = site.problem
     first = (names, site.direction, problem, site.fused)
-    if choice is not None and site.is_ours:
+    if choice is not None and site.is_lowered:
         config, ms = dict(choice.config or {}), choice.predicted_ms
-        reason = choice.source + ", unlike what was measured" * choice.extrapolated
+        reason = choice.source + ", out of distribution" * choice.extrapolated
         more = (config, pytorch_ms if ms is None else ms, pytorch_ms, reason)
         return Row(*first, choice.provider, *more, sizes, is_estimate)
     reason = "one kernel" if site.direction == "norm" else site.reason
@@ -459,7 +459,7 @@ def _other_row(name: str, calls: Sequence[tuple[str, float]]) -> Row:
 
 
 def _seconds(row: Row, device: Device) -> tuple[float, float]:
-    """Return the seconds of one layer's convolution by PyTorch, and of what runs."""
+    """Return the seconds of one layer's convolution by PyTorch, and as it runs."""
     p, before, after = row.problem, row.pytorch_ms or 0.0, row.expected_ms or 0.0
     # Before, other operators compute all that follows the convolution.
     if isinstance(p, Problem) and p.has_epilogue and not row.is_estimate:
@@ -481,7 +481,7 @@ def _convolution_s(node: fx.Node, device: Device) -> float:
 
 
 def _node_s(node: fx.Node, device: Device) -> float:
-    """Return the seconds that an operator is expected to take which is no convolution."""
+    """Return the expected seconds of an operator that is no convolution."""
     leaves = _pytree.tree_leaves([val_of(n) for n in (node, *node.all_input_nodes)])
     tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
     if node.target in _PRODUCTS:
@@ -490,7 +490,7 @@ def _node_s(node: fx.Node, device: Device) -> float:
 
 
 def _bound_s(moved: float, flops: float, device: Device) -> float:
-    """Return the seconds of a kernel that moves so many bytes and computes so many operations."""
+    """Return the seconds of a kernel that moves `moved` bytes and computes `flops` operations."""
     return max(
         _FLOOR_S,
         float(moved) / (_BANDWIDTH_SHARE * device.dram_bytes_per_s),

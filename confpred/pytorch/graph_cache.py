@@ -46,12 +46,12 @@ class Owner(Protocol):
 
 
 @dataclass
-class CachedPass(OutputCode):  # type: ignore[misc]
+class CachedPass(OutputCode):
     """A pass that can be kept: how it is started (`confpred.pytorch.backend.Lowered`), the key,
     components and guards of its program in Inductor's cache, and what runs it in this process."""
 
     lowered: Any
-    key: str | None
+    key: Any
     components: list[str]
     guards: str | None
     run: Any

@@ -1,5 +1,5 @@
-"""`linear_chain`: linear layers one after the other, by what is predicted to be fastest within the
-error that the caller allows."""
+"""`linear_chain`: successive linear layers, by the family that is predicted to be fastest within
+the error that the caller allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.problem.precision import allows_tf32
 from confpred.pytorch.eager import is_plain
-from confpred.pytorch.run.choosing import Wishes, kept
+from confpred.pytorch.run.choosing import Constraints, cached
 from confpred.pytorch.run.loading import DTYPES, ReadyLaunch, alike, choose_and_load
 from confpred.pytorch.run.pointwise import activation_named
 
@@ -31,13 +31,13 @@ def linear_chain(
     max_error: float | None = None,
     limits: Limits | None = None,
 ) -> Tensor:
-    """``x = activation(torch.nn.functional.linear(x, weight, bias))`` for each weight and bias, in
-    one call.
+    """Compute ``x = activation(torch.nn.functional.linear(x, weight, bias))`` for each weight and
+    bias, in one call.
 
-    Without gradients, on plain contiguous CUDA tensors of one dtype, all layers, of one width
-    between, are computed together by what is predicted to be fastest: PyTorch's operators, products
-    with bias and ReLU in their epilogue, or Strassen's algorithm where `max_error` allows it. All
-    else goes to PyTorch's operators. Float32 products use TF32 where PyTorch's do.
+    Without gradients, on plain contiguous CUDA tensors of one dtype, with one width between, the
+    fastest predicted way computes all layers: PyTorch's operators, products with bias and ReLU in
+    their epilogue, or Strassen's algorithm where `max_error` allows it. PyTorch's operators compute
+    other chains. Float32 products use TF32 where PyTorch's do.
 
     Args:
         x: shape (..., features of the first weight).
@@ -47,7 +47,7 @@ def linear_chain(
         last: whether it follows the last layer too.
         max_error: largest relative error of the result in the 2-norm, against float64; None for
             that of PyTorch's own operators, which excludes Strassen's algorithm.
-        limits: further limits; `max_error` replaces that of `limits`.
+        limits: further limits; `max_error` overrides their ``max_error``.
 
     Returns:
         Shape (..., features of the last weight), of `x`'s dtype.
@@ -63,7 +63,7 @@ def linear_chain(
     if biases is not None and len(biases) != len(weights):
         allowed = f"one for each of {len(weights)} weights, or None"
         raise InvalidInput("biases", f"{len(biases)} biases", allowed)
-    bound = UNLIMITED if limits is None else Wishes(limits).limits
+    bound = UNLIMITED if limits is None else Constraints(limits).limits
     bound = bound if max_error is None else replace(bound, max_error=max_error)
     for start in range(0, len(weights), MOST_LAYERS):
         part = slice(start, start + MOST_LAYERS)
@@ -92,29 +92,29 @@ def _launch(
     last: bool, limits: Limits,
 ) -> ReadyLaunch | None:  # fmt: skip
     """Return the launch of at most ``MOST_LAYERS`` layers; None for PyTorch's operators."""
-    given = (x, *weights, *(biases or ()))
-    if torch.compiler.is_compiling() or not is_plain(*given) or not alike(x, *given):
+    tensors = (x, *weights, *(biases or ()))
+    if torch.compiler.is_compiling() or not is_plain(*tensors) or not alike(x, *tensors):
         return None
-    if torch.is_autocast_enabled("cuda") or any(t.is_neg() for t in given):
+    if torch.is_autocast_enabled("cuda") or any(t.is_neg() for t in tensors):
         return None
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
     problem = problem_of(x, weights, biases, activation, last)
     ordinal = x.get_device()
-    if problem is None or not all(t.is_contiguous() for t in given):
+    if problem is None or not all(t.is_contiguous() for t in tensors):
         return None
 
     def find() -> ReadyLaunch | None:
-        return choose_and_load(problem, ordinal, Wishes(limits))
+        return choose_and_load(problem, ordinal, Constraints(limits))
 
-    return kept(("chain", problem, ordinal, limits), find)
+    return cached(("chain", problem, ordinal, limits), find)
 
 
 def problem_of(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, activation: str,
     last: bool,
 ) -> LinearChain | None:  # fmt: skip
-    """Return what is asked; None where it is no chain, or there is nothing to compute."""
+    """Return the problem of a chain; None if these are no chain, or the output is empty."""
     if x.dim() < 1 or x.numel() == 0 or x.dtype not in DTYPES or any(w.dim() != 2 for w in weights):
         return None
     widths = [x.shape[-1], *(w.shape[0] for w in weights)]

@@ -70,7 +70,7 @@ def optimize(
 
     Raises:
         InvalidInput: `model` is not a ``torch.nn.Module``, or an option is not allowed.
-        ConfpredError: the network cannot be captured, or computes something else; it is as it was.
+        ConfpredError: the network cannot be captured, or its outputs differ; it is left unchanged.
     """
     _check(model)
     Options.of(options)
@@ -82,7 +82,7 @@ def optimize(
         return torch.compile(frame, backend=backend, dynamic=dynamic, options=dict(options))
 
     made = _Optimized(model, capture, calls)
-    call = _function(made, model)
+    call = _as_function(made, model)
     call.calls = calls
     model._compiled_call_impl = call
     if example_inputs is not None:
@@ -92,14 +92,14 @@ def optimize(
             model._compiled_call_impl = former
             if isinstance(error, ConfpredError) or not isinstance(error, Exception):
                 raise
-            raise ConfpredError(f"{type(model).__name__} is as it was: {error}") from error
+            raise ConfpredError(f"{type(model).__name__} is unchanged: {error}") from error
     _watch_parts(model, calls)
     show_in_repr()
     return model
 
 
 def revert(model: Model) -> Model:
-    """Undo `optimize`, if need be; raise `InvalidInput` for what is no ``torch.nn.Module``."""
+    """Undo `optimize`, if it was called; raise `InvalidInput` if `model` is no module."""
     _check(model)
     model._compiled_call_impl = None
     _unwatch_parts(model)
@@ -126,14 +126,14 @@ def _check(model: object) -> None:
 
 
 class _Optimized:
-    """A model's calls by a captured function, where Dynamo alone would not capture.
+    """The function that runs an optimized model: its captured forward, or the model itself.
 
-    No guard sees other classes of modules (before PyTorch 2.13), other methods of a class, and
-    hooks for all modules: then `capture` is called again. A captured function refuses to run while
-    another thread traces anything, so calls wait for that.
+    Dynamo's guards miss new classes of modules (before PyTorch 2.13), new methods of a class, and
+    hooks for all modules: these make it call `capture` again. A captured function refuses to run
+    while another thread traces, so calls wait for that.
 
-    The model runs as it is in forward mode and while something else traces it, and from then on
-    where it cannot be captured.
+    The model itself runs in forward mode and while something else traces it, and for good if it
+    cannot be captured.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Optimized:
             reason = error
         results = model._call_impl(*args, **kwargs)  # or the error of eager mode
         calls.failed = first_line(getattr(reason, "inner_exception", reason))
-        warn_of(reason, "its capture", f"{type(model).__name__} runs as it is")
+        warn_of(reason, "its capture", f"{type(model).__name__} runs in eager mode")
         return results
 
 
@@ -188,7 +188,7 @@ def _watch_parts(model: nn.Module, calls: Calls) -> None:
     """Notice where a module of `model` runs before the model is called."""
     for name, module in model.named_modules():
         if module._compiled_call_impl is None or _is_part(module):
-            module._compiled_call_impl = _function(_Part(model, name, module, calls), module)
+            module._compiled_call_impl = _as_function(_Part(model, name, module, calls), module)
 
 
 def _unwatch_parts(model: nn.Module) -> None:
@@ -201,9 +201,9 @@ def _is_part(module: nn.Module) -> bool:
     return type(getattr(module._compiled_call_impl, "made", None)) is _Part
 
 
-def _function(made: _Optimized | _Part, module: nn.Module) -> Any:
-    """Return `made` as a function for calls of `module`: TorchScript passes over functions that a
-    module has, and refuses other objects. Whatever traces the module sees it as it is."""
+def _as_function(made: _Optimized | _Part, module: nn.Module) -> Any:
+    """Return `made` as a function for calls of `module`: TorchScript skips functions among a
+    module's attributes, and refuses other objects. Under a trace it calls the module itself."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_traced():
@@ -215,7 +215,7 @@ def _function(made: _Optimized | _Part, module: nn.Module) -> Any:
 
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return what `modules` run, as far as no guard of Dynamo sees it."""
+    """Return the classes, methods and hooks of `modules` that no guard of Dynamo checks."""
     kinds: tuple[Any, ...] = tuple(map(type, modules))
     hooks = (
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
@@ -251,8 +251,8 @@ def own_frame(model: nn.Module) -> Callable[..., Any]:
 def _compare(
     model: nn.Module, made: _Optimized, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise a `ConfpredError` where `made` computes other results than `model` as it was, on copies
-    of these inputs."""
+    """Raise a `ConfpredError` where the results of `made` differ from those of the original `model`
+    on copies of these inputs."""
     call, name = model._compiled_call_impl, type(model).__name__
     try:
         model._compiled_call_impl = None
@@ -260,7 +260,7 @@ def _compare(
         captured = partial(made.calls.of, made.captured)
         model._compiled_call_impl = captured
         try:
-            ours = _results(model, args, kwargs)
+            outputs = _results(model, args, kwargs)
         except TorchDynamoException:
             model._compiled_call_impl = None
             _results(model, args, kwargs)  # where eager mode fails, too, its error is plainer
@@ -268,12 +268,12 @@ def _compare(
         for reason in made.calls.breaks[:1]:
             log.warning("%s is captured in parts, cut where: %s", name, reason)
         model._compiled_call_impl = None
-        theirs = _results(model, args, kwargs)
-        difference = _largest_difference(ours, theirs)
+        expected = _results(model, args, kwargs)
+        difference = _largest_difference(outputs, expected)
         if difference is not None:
-            # A network may make much of any rounding, or draw random numbers.
+            # A network may amplify rounding, or draw random numbers.
             nearby = _results(model, args, kwargs, noise=True)
-            if _largest_difference(nearby, theirs) is not None:
+            if _largest_difference(nearby, expected) is not None:
                 log.warning(
                     "the outputs of %s cannot be compared, as they change with any rounding of"
                     " the inputs: %s", name, difference,
@@ -284,7 +284,7 @@ def _compare(
     finally:
         model._compiled_call_impl = call
     if difference is not None:
-        raise ConfpredError(f"{name} is as it was: {difference}")
+        raise ConfpredError(f"{name} is unchanged: {difference}")
 
 
 def _initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -309,8 +309,8 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Bring tensors, attributes and random numbers of `model` back at the end of the block to what
-    they are now; what is in its lists and dictionaries, too."""
+    """Restore tensors, attributes and random numbers of `model` at the end of the block, and the
+    content of its lists and dictionaries."""
     writable = [
         x for x in _tensors_of(model)
         if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1
@@ -335,8 +335,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
-    """Return the tensors that `model` returns, and the gradients of what it learns where they are
-    recorded; with `noise`, of inputs that differ by some roundings. The model stays as it is."""
+    """Return the tensors that `model` returns, and the gradients of its parameters if recorded;
+    with `noise`, of inputs that differ by some roundings. The model is left unchanged."""
 
     def copied(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -349,9 +349,9 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
         args, kwargs = _pytree.tree_map(copied, (args, kwargs))
         learned = [x for x in _tensors_of(model) if x.requires_grad and x.is_leaf]
         leaves = _pytree.tree_leaves(model(*args, **kwargs))
-        found = [x for x in leaves if isinstance(x, Tensor)]
-        recorded = [x for x in found if x.requires_grad]
-        results = [x.detach().clone() for x in found]
+        outputs = [x for x in leaves if isinstance(x, Tensor)]
+        recorded = [x for x in outputs if x.requires_grad]
+        results = [x.detach().clone() for x in outputs]
         if recorded and learned:
             heads = [torch.full_like(x, 1.0 / max(1, x.numel())) for x in recorded]
             grads = torch.autograd.grad(recorded, learned, heads, allow_unused=True)
@@ -362,22 +362,22 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
     return results
 
 
-def _largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
-    """Return how `ours` differ, in words; None if they do not."""
-    if [x.shape for x in ours] != [x.shape for x in theirs]:
+def _largest_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | None:
+    """Return how `outputs` differ from `expected`, in words; None if they do not."""
+    if [x.shape for x in outputs] != [x.shape for x in expected]:
         return "its outputs have other shapes"
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine.dtype is not other.dtype:
-            return f"an output is of {mine.dtype} and not of {other.dtype}"
+    for actual, other in zip(outputs, expected, strict=True):
+        if actual.dtype is not other.dtype:
+            return f"an output is of {actual.dtype} and not of {other.dtype}"
         if not other.is_floating_point():
-            if not torch.equal(mine, other):
+            if not torch.equal(actual, other):
                 return "an output of whole numbers differs"
             continue
-        a, b = mine.double(), other.double()
+        a, b = actual.double(), other.double()
         finite = b.isfinite()
         if not torch.equal(a.isfinite(), finite):
             return "a number is infinite in one output alone"
         off, size = torch.where(finite, a - b, 0.0).norm(), torch.where(finite, b, 0.0).norm()
-        if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in ours) * size:
+        if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in outputs) * size:
             return f"an output of norm {size.item():.3g} is {off.item():.3g} off"
     return None

@@ -29,10 +29,9 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
     """Record every choice that is made inside the block, by any thread, and write them to `path`
     as a plan when it ends.
 
-    Shapes that were chosen for before are chosen for again, so that a network that has run already
-    is recorded whole; kernels that are compiled stay compiled. The plan appears whole or not at
-    all, and not where the block raises. Among ranks that record the same network, the last one
-    writes the file that stays, which is the same.
+    Earlier choices are made again, so that a network that has run before is recorded whole;
+    compiled kernels stay. The plan is written whole or not at all, and not if the block raises.
+    Ranks that record the same network write the same file, and the last one's stays.
 
     ::
 
@@ -57,7 +56,7 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
             allowed = "a block in which a convolution runs on a CUDA device; none was seen"
             raise InvalidInput("path", str(path), allowed)
         plan = plan_of(c for c in seen if isinstance(c.problem, Problem))
-        write_plan(target, plan, kernels=_compiled(plan) if kernels else None)
+        write_plan(target, plan, kernels=_compile_kernels(plan) if kernels else None)
 
 
 def prepare(
@@ -99,29 +98,29 @@ def prepare(
     """
     if device is None and not torch.cuda.is_available():
         raise InvalidInput("device", None, "a GPU, such as h100: there is no CUDA device")
-    known = (
+    target = (
         get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
     )
-    recorder = capture(model, example_inputs, known, training=training, dtype=dtype)
+    recorder = capture(model, example_inputs, target, training=training, dtype=dtype)
     problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
-    plan = plan_of(choosing.current_predictor().choose_many(problems, known))
-    write_plan(Path(out), plan, kernels=_compiled(plan))
+    plan = plan_of(choosing.current_predictor().choose_many(problems, target))
+    write_plan(Path(out), plan, kernels=_compile_kernels(plan))
     return plan
 
 
 def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
-    """Return the kernels of a captured network that are no convolutions."""
-    found = [fold.KERNEL]
+    """Return the kernels of a captured network that compute no convolution: folds, epilogues."""
+    kernels = [fold.KERNEL]
     for choice in choices:
         p = choice.problem
         if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
             fields: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
-            found += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
-            found += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
-    return list(dict.fromkeys(found))
+            kernels += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
+            kernels += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
+    return list(dict.fromkeys(kernels))
 
 
-def _compiled(plan: Plan) -> dict[str, str | bytes]:
+def _compile_kernels(plan: Plan) -> dict[str, str | bytes]:
     return compiled_files([*plan.specs(), *further_kernels(plan.choices)], plan.arch)

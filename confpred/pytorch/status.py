@@ -1,7 +1,7 @@
-"""`status`: what runs in a model now, and why others are PyTorch's; `verbose` prints captures.
+"""`status`: which kernels run in a model, and why PyTorch's do elsewhere; `verbose` logs captures.
 
 The backend makes a `Capture` of each graph, which lives as long as the function that runs it. A
-model is found in it by its parameters and buffers.
+capture belongs to the model with its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Calls:
     """History of the calls of an optimized model.
 
     Attributes:
-        made: how many there were.
-        graphs: how many graphs were captured in them.
-        seconds: of those that captured.
+        made: number of calls.
+        graphs: number of graphs captured in them.
+        seconds: seconds of the calls that captured.
         breaks: where Dynamo cut the first call, and why.
-        failed: why the model runs as it is; empty where it does not.
-        outside: name of a part that ran before the model was called.
+        failed: why the model runs without capture; empty if it is captured.
+        outside: name of a part that ran before the model was called; empty for none.
         is_training: whether the model was in training mode at the last call.
     """
 
@@ -54,7 +54,7 @@ class Calls:
     is_training: bool = False
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `captured`, and record what was captured."""
+        """Call `captured`, and record its captures."""
         is_first, graphs = not self.made, self.graphs
         self.made += 1
         before = breaks() if is_first else {}
@@ -70,8 +70,9 @@ class Calls:
 
 @dataclass(eq=False)
 class Pass:
-    """A pass of a graph: ``inference``, ``forward`` or ``backward``; why calls of it ran without a
-    CUDA graph; who compiles what confpred does not serve; and what runs it."""
+    """A pass of a graph: ``inference``, ``forward`` or ``backward``; reasons why calls of it ran
+    without a CUDA graph; the compiler of PyTorch's operators in it; and the function that runs it.
+    """
 
     kind: str
     reasons: set[str]
@@ -91,21 +92,21 @@ class Capture:
     """One captured graph.
 
     Attributes:
-        inputs: sizes and dtypes of what is no parameter or buffer.
+        inputs: sizes and dtypes of the inputs that are no parameters or buffers.
         tensors: the parameters and buffers.
-        frame: which of Dynamo's frames it is of.
-        ended: where it ends before its forward does, and why; empty where it does not.
-        calls: of the optimized model, or None.
-        limits: that launches keep within.
-        sites: its layers.
+        frame: number of its frame in Dynamo.
+        ended: where a graph break ends it, and why; empty if it covers its forward to the end.
+        calls: history of the optimized model's calls, or None.
+        limits: limits of its launches.
+        sites: its layers, a site for each direction.
         ordinal: the CUDA device; None where its tensors are elsewhere.
-        passes: as they run.
-        seconds: that compiling took.
-        doing: what is being compiled, in words; empty before and after.
-        was_slow: whether the log has said so.
-        kept: of ``verify="network"``: why it runs with confpred's choices or without.
-        is_rejected: whether it runs without.
-        number: captures are counted in their order.
+        passes: its passes that run.
+        seconds: time of compilation.
+        doing: the present step of compilation, in words; empty before and after.
+        was_slow: whether a slow capture was logged.
+        kept: with ``verify="network"``, why it runs with confpred's choices or without; else empty.
+        is_rejected: whether it runs without confpred's choices.
+        number: its number in the order of captures.
     """
 
     inputs: str
@@ -126,8 +127,8 @@ class Capture:
 
     @contextmanager
     def compiling(self, first: str) -> Iterator[None]:
-        """Count the seconds of the block, which begins with `first`, and log once that it is slow;
-        a block inside of another one is part of that."""
+        """Count the seconds of the block, whose first step is `first`, and log once if it is slow;
+        a nested block is part of the outer one."""
         if self.doing:
             yield
             return
@@ -149,8 +150,8 @@ class Capture:
             log.info(text, self.inputs, SLOW_S, self.doing)
 
     def reason(self, site: Site) -> str:
-        """Return why PyTorch computes a layer; nothing where a confpred kernel does."""
-        if site.choice is None or not site.is_ours or self.ordinal is None:
+        """Return why PyTorch computes a layer; empty where a confpred kernel does."""
+        if site.choice is None or not site.is_lowered or self.ordinal is None:
             return site.reason
         if self.is_rejected:
             return "slower in the whole network"
@@ -160,10 +161,10 @@ class Capture:
         return "cuDNN's front end is missing" if lacks_cudnn else "its kernel cannot be had"
 
     def __str__(self) -> str:
-        kinds = " and ".join(each.kind for each in self.passes)
-        found = NO_GPU if self.ordinal is None else "; ".join(_layers([self])) or "no convolution"
+        kinds = " and ".join(p.kind for p in self.passes)
+        layers = NO_GPU if self.ordinal is None else "; ".join(_layers([self])) or "no convolution"
         cut = f"; cut {self.ended}" if self.ended else ""
-        return f"captured {kinds} of {self.inputs} in {self.seconds:.1f} s: {found}{cut}"
+        return f"captured {kinds} of {self.inputs} in {self.seconds:.1f} s: {layers}{cut}"
 
 
 _captures: WeakSet[Capture] = WeakSet()
@@ -177,13 +178,13 @@ def capture_of(
 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     fixed = [x for x in tensors if isinstance(x, nn.Parameter) or _is_buffer(x)]
-    given = [_described(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
+    texts = [_describe(x) for x in tensors if x.dim() and not any(x is t for t in fixed)]
     sizes = " with open sizes" if len(tensors) < len(inputs) else ""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     ended = f"{_place(reason.user_stack)}: {_first(reason.reason)}" if _is_break(reason) else ""
     frame = getattr(CompileContext.current_compile_id(), "frame_id", None) or 0
     made = Capture(
-        " and ".join(given) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
+        " and ".join(texts) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
         limits, sites,
     )  # fmt: skip
     if calls is not None:
@@ -208,7 +209,7 @@ def _first(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _described(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
 
 
@@ -229,19 +230,19 @@ class Status:
 
     Attributes:
         model: name of its class.
-        how: ``confpred.optimize``, ``torch.compile``, or nothing.
-        captures: how many sets of shapes were captured.
-        parts: how many graphs a forward is in; 1 where it is captured whole.
+        how: ``confpred.optimize``, ``torch.compile``, or empty.
+        captures: number of sets of shapes that were captured.
+        parts: number of graphs of a forward; 1 where it is captured whole.
         inputs: sizes and dtypes of each set.
         breaks: where a forward is cut, and why.
         providers: how many layers each provider computes, counted by direction; ``pytorch`` is
             PyTorch's operators.
         left: names of the layers that PyTorch computes, by reason.
-        replay: of each pass, whether it is replayed as a CUDA graph, and why not.
-        compilers: who compiles what confpred does not serve.
-        verified: of ``verify="network"``: why a graph runs with confpred's choices or without.
-        seconds: that calls took which captured.
-        remarks: what else is to be known.
+        replay: whether each pass is replayed as a CUDA graph, and why not.
+        compilers: compilers of PyTorch's operators.
+        verified: with ``verify="network"``, why graphs run with confpred's choices or without.
+        seconds: time of the calls that captured.
+        remarks: further sentences.
     """
 
     model: str
@@ -299,10 +300,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def status(model: nn.Module) -> Status:
-    """Say what confpred does in `model` now: whether it is optimized, captured and replayed, who
-    computes its layers, and why the others are left to PyTorch.
+    """Report what confpred does in `model`: whether it is optimized, captured and replayed, which
+    kernels compute its layers, and why PyTorch computes the others.
 
-    Captures by `confpred.optimize`, and by ``torch.compile`` with the backend, are known as long as
+    Captures by `confpred.optimize`, and by ``torch.compile`` with the backend, are reported while
     they are alive. Nothing is run or compiled.
 
     Raises:
@@ -311,90 +312,91 @@ def status(model: nn.Module) -> Status:
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     calls = getattr(model._compiled_call_impl, "calls", None)
-    found = sorted(_captures_of(model, calls), key=lambda each: (each.frame, each.number))
+    captures = sorted(_captures_of(model, calls), key=lambda c: (c.frame, c.number))
     frames: dict[int, list[Capture]] = {}
-    for each in found:
-        frames.setdefault(each.frame, []).append(each)
+    for capture in captures:
+        frames.setdefault(capture.frame, []).append(capture)
     most = max(frames.values(), key=len, default=[])
     left: dict[str, tuple[str, ...]] = {}
-    for name, _, reason in _rows(found):
+    for name, _, reason in _rows(captures):
         if reason:
             left[reason] = (*left.get(reason, ()), name)
-    how = "confpred.optimize" if calls else "torch.compile" if found else ""
-    cuts = [each.ended for each in found if each.ended]
-    known = [cut.partition(": ")[2] for cut in cuts]
-    cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in known]
-    passes = [p for each in found for p in each.passes]
+    how = "confpred.optimize" if calls else "torch.compile" if captures else ""
+    cuts = [capture.ended for capture in captures if capture.ended]
+    reasons = [cut.partition(": ")[2] for cut in cuts]
+    cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in reasons]
+    passes = [p for capture in captures for p in capture.passes]
     return Status(
         type(getattr(model, "_orig_mod", model)).__name__, how, len(most), len(frames),
-        tuple(dict.fromkeys(each.inputs for each in most)), tuple(dict.fromkeys(cuts)),
-        _providers(found), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
+        tuple(dict.fromkeys(capture.inputs for capture in most)), tuple(dict.fromkeys(cuts)),
+        _providers(captures), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
         tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
         tuple(dict.fromkeys(p.compiler for p in passes)),
-        tuple(dict.fromkeys(each.kept for each in found if each.kept)),
-        calls.seconds if calls else sum(each.seconds for each in found),
-        tuple(_remarks(model, calls, found, len(most))),
+        tuple(dict.fromkeys(capture.kept for capture in captures if capture.kept)),
+        calls.seconds if calls else sum(capture.seconds for capture in captures),
+        tuple(_remarks(model, calls, captures, len(most))),
     )  # fmt: skip
 
 
 def _captures_of(model: nn.Module, calls: Calls | None) -> list[Capture]:
-    """Return the captures of an optimized model; of another one those that read its tensors, and
-    those without tensors that Dynamo has cut from the same forward: numbers of frames rise."""
+    """Return the captures of an optimized model. For another model, return those that read its
+    tensors, and those without tensors whose frames are between theirs, cut from the same forward.
+    """
     if calls is not None:
-        return [each for each in list(_captures) if each.calls is calls]
-    others = [each for each in list(_captures) if each.calls is None]
+        return [capture for capture in list(_captures) if capture.calls is calls]
+    others = [capture for capture in list(_captures) if capture.calls is None]
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
-    found = [
-        each for each in others
-        if any(id(t) in tensors for t in (known() for known in each.tensors) if t is not None)
+    own = [
+        capture for capture in others
+        if any(id(t) in tensors for t in (weak() for weak in capture.tensors) if t is not None)
     ]  # fmt: skip
-    frames = [each.frame for each in found]
-    cut = [each for each in others if not each.tensors and frames]
-    return found + [each for each in cut if min(frames) < each.frame < max(frames)]
+    frames = [capture.frame for capture in own]
+    cut = [capture for capture in others if not capture.tensors and frames]
+    return own + [capture for capture in cut if min(frames) < capture.frame < max(frames)]
 
 
-def _rows(found: Sequence[Capture]) -> Iterator[tuple[str, str, str]]:
+def _rows(captures: Sequence[Capture]) -> Iterator[tuple[str, str, str]]:
     """Yield name, provider, and why PyTorch computes it, of each layer in each direction."""
-    for each in found:
-        for site in each.sites:
-            reason = each.reason(site)
+    for capture in captures:
+        for site in capture.sites:
+            reason = capture.reason(site)
             provider = PYTORCH if reason or site.choice is None else site.choice.provider
             yield f"{site.name or 'a layer'} ({site.direction})", provider, reason
 
 
-def _providers(found: Sequence[Capture]) -> dict[str, int]:
+def _providers(captures: Sequence[Capture]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for _, provider, _ in _rows(found):
+    for _, provider, _ in _rows(captures):
         counts[provider] = counts.get(provider, 0) + 1
     return counts
 
 
-def _layers(found: Sequence[Capture]) -> Iterator[str]:
-    """Yield who computes the layers, and why PyTorch does."""
-    counts = ", ".join(f"{count} {provider}" for provider, count in _providers(found).items())
+def _layers(captures: Sequence[Capture]) -> Iterator[str]:
+    """Yield how many layers each provider computes, and why PyTorch computes some."""
+    counts = ", ".join(f"{count} {provider}" for provider, count in _providers(captures).items())
     yield from [counts] * bool(counts)
-    reasons = [reason for _, _, reason in _rows(found) if reason]
-    yield from (f"{reasons.count(each)} {each}" for each in dict.fromkeys(reasons))
+    reasons = [reason for _, _, reason in _rows(captures) if reason]
+    yield from (f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
 
 
 def _remarks(
-    model: nn.Module, calls: Calls | None, found: Sequence[Capture], most: int
+    model: nn.Module, calls: Calls | None, captures: Sequence[Capture], most: int
 ) -> Iterator[str]:
     from torch._dynamo import config
 
     from confpred.pytorch import eager
 
-    if found and all(each.ordinal is None for each in found):
+    if captures and all(capture.ordinal is None for capture in captures):
         yield NO_GPU
     if calls is not None and calls.failed:
-        yield f"it runs as it is: {calls.failed}"
-    elif calls is not None and not found:
+        yield f"it runs in eager mode: {calls.failed}"
+    elif calls is not None and not captures:
         yield "its calls were not captured" if calls.made else "it was not called yet"
     if calls is not None and calls.outside:
         yield f"its part {calls.outside} ran outside of its call, as in eager mode"
     if most >= config.recompile_limit:
         yield f"Dynamo captures at most {config.recompile_limit} sets; others run as in eager mode"
-    if any("front end is missing" in each.reason(s) for each in found for s in each.sites):
+    if any("front end is missing" in c.reason(site) for c in captures for site in c.sites):
         yield f"cuDNN's plans need: {install_command('gpu')}"
     if eager.is_enabled():
         kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -408,7 +410,7 @@ def _remarks(
 def show_in_repr() -> None:
     """Let ``repr`` of optimized models end with their status, from the first one on.
 
-    Only the class can do that: what is in a module's own attributes goes with copies and pickles.
+    It patches the class, because attributes of a module go with its copies and pickles.
     """
     plain = nn.Module.__repr__
     if hasattr(plain, "confpred"):
@@ -424,8 +426,8 @@ def show_in_repr() -> None:
 
 
 def verbose(level: str = "info") -> None:
-    """Print what confpred does in PyTorch to standard error: a line a capture, and why a pass has
-    no CUDA graph.
+    """Log what confpred does in PyTorch to standard error: a line a capture, and why a pass has no
+    CUDA graph.
 
     ``CONFPRED_LOG=info`` in the environment does the same.
 

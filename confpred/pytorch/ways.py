@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from confpred.errors import ConfpredError, InvalidInput, first_line
 
 Step = Callable[[], Any]
-#: From a model, which is its own, to what is called instead.
+#: Returns a function that is called instead of a model, which belongs to the way alone.
 Start = Callable[[nn.Module], Callable[..., Any]]
 #: A way may be this many times as far from float32 as eager PyTorch in half precision is, in the
 #: 2-norm, and this much more: networks with random weights magnify rounding, each by another
@@ -63,13 +63,13 @@ WAYS: Mapping[str, Start] = {
 
 def mean_square(out: Any) -> Tensor:
     """Return a loss of whatever a network returns: the mean square of its floating numbers."""
-    found = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([x.float().square().mean() for x in found]).sum()
+    numbers = [x for x in _pytree.tree_leaves(out) if _is_float(x)]
+    return torch.stack([x.float().square().mean() for x in numbers]).sum()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network's step, whoever computes its convolutions.
+    """A network's step, to be timed in several ways.
 
     Attributes:
         model: in float32 and training mode, on the device that it runs on; it stays as it is.
@@ -78,7 +78,7 @@ class Subject:
             (``foreach``); else it is the model in `half` under ``torch.no_grad``.
         loss: from the results of a forward to what backward begins with.
         half: the dtype of half precision.
-        checked: so many images of a result are compared in inference; None for all.
+        checked: number of images whose results are compared in inference; None for all.
     """
 
     model: nn.Module
@@ -112,13 +112,13 @@ class Subject:
         return tuple(map(converted, self.inputs))
 
     def step_of(self, model: nn.Module, forward: Callable[..., Any]) -> Step:
-        """Return one step of `model`, which is called by `forward`: itself, or what it was compiled
-        to. It returns the results, or the loss in training."""
-        given = self.arguments()
+        """Return a function that runs one step of `model` by `forward`, the model itself or its
+        compiled form. It returns the results, or the loss in training."""
+        arguments = self.arguments()
 
         def infer() -> Any:
             with torch.no_grad():
-                return forward(*given)
+                return forward(*arguments)
 
         if not self.training:
             return infer
@@ -128,7 +128,7 @@ class Subject:
         def train() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with self._autocast():
-                out = forward(*given)
+                out = forward(*arguments)
             loss = self.loss(out)
             loss.backward()
             optimizer.step()
@@ -142,8 +142,8 @@ class Subject:
         return torch.autocast(self.device.type, self.half)
 
     def answer(self, model: nn.Module, out: Any) -> Tensor:
-        """Return what a step computed, flat: its results `out`, or the gradients of all that
-        `model` learns."""
+        """Return the numbers that a step computed, flat: its results `out`, or in training the
+        gradients of the parameters."""
         if self.training:
             named = sorted(model.named_parameters())
             return _flat([p.grad for _, p in named if p.grad is not None])
@@ -172,28 +172,27 @@ def device_named(name: str) -> torch.device:
     """Return a device, made the current one where it is a GPU; raise a `ConfpredError` where it is
     not there."""
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise InvalidInput("device", name, "cuda, cuda:1, ... or cpu") from error
-    if found.type != "cuda":
-        return found
+    if device.type != "cuda":
+        return device
     if not torch.cuda.is_available():
         raise ConfpredError(
             "a benchmark needs a CUDA GPU and a PyTorch that sees it; without one, "
             "confpred.explain(model, inputs, device='h100') in Python predicts a step"
         )
-    found, count = torch.device("cuda", found.index or 0), torch.cuda.device_count()
-    if found.index >= count:
+    device, count = torch.device("cuda", device.index or 0), torch.cuda.device_count()
+    if device.index >= count:
         raise InvalidInput("device", name, f"cuda:0 to cuda:{count - 1}")
-    torch.cuda.set_device(found)
+    torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    return found
+    return device
 
 
 def versions(device: torch.device) -> dict[str, str]:
     """Return the version of PyTorch, and the name of the device."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else str(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {"torch": torch.__version__, "device": name}
 
 
@@ -208,7 +207,7 @@ def subject_on(
         ConfpredError: the step fails, or is out of memory.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidInput("network", type(model).__name__, "what returns a torch.nn.Module")
+        raise InvalidInput("network", type(model).__name__, "a factory of a torch.nn.Module")
 
     def laid_out(x: Tensor) -> Tensor:
         wanted = channels_last and x.dim() == 4
@@ -219,15 +218,15 @@ def subject_on(
         parameter.data = laid_out(parameter.data)
     inputs = tuple(laid_out(torch.randn(tuple(shape), device=device)) for shape in shapes)
     subject = Subject(model, inputs, training=training, half=getattr(torch, dtype))
-    given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+    sizes = " and ".join("x".join(map(str, shape)) for shape in shapes)
     try:
         first = subject.copy_of_model()
         subject.step_of(first, first)()
     except torch.OutOfMemoryError as error:
-        text = f"a step on inputs of {given} is out of memory in PyTorch itself"
+        text = f"a step on inputs of {sizes} is out of memory in PyTorch itself"
         raise ConfpredError(f"{text}; give a smaller --shape") from error
     except Exception as error:
-        text = f"a step on inputs of {given} (--shape) fails: {first_line(error)}"
+        text = f"a step on inputs of {sizes} (--shape) fails: {first_line(error)}"
         raise ConfpredError(text) from error
     return subject
 
@@ -268,14 +267,14 @@ def measure(
     subject: Subject, ways: Mapping[str, Start], *, rounds: int = ROUNDS, turn_s: float = TURN_S,
     say: Callable[[str, str], None] = lambda way, what: None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return what was found of each way, or its ``error``. GPU time is that of one CUDA graph of
-    the step, where it has none of its own, as ``reduce-overhead`` has.
+    """Return the figures of each way, or its ``error``. GPU time is that of one CUDA graph of the
+    step; ``reduce-overhead`` makes graphs of its own, and gets none.
 
     Args:
         subject: the step.
         ways: by name; ``eager``, the first, says how far from float32 another may be.
         rounds, turn_s: as above.
-        say: is called with a way and what is being done with it.
+        say: called with the name of a way and the step that begins.
     """
     try:
         expected = subject.reference()
@@ -283,26 +282,26 @@ def measure(
         text = "the step in float32, which results are compared with, is out of memory"
         raise ConfpredError(f"{text}; give a smaller --shape") from error
     ready: dict[str, Way] = {}
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     allowed = math.inf
     for name, start in ways.items():
         say(name, "first steps")
         try:
-            way = _made(start, subject, expected, name != "reduce-overhead")
+            way = _start_way(start, subject, expected, name != "reduce-overhead")
             if name == "eager":
                 allowed = TIMES_AS_FAR * way.difference + SLACK
             if not way.difference <= allowed:
                 raise ValueError(f"{way.difference:.3g} away from float32, allowed: {allowed:.3g}")
             ready[name] = way
         except Exception as error:  # of one way; the others still count
-            found[name] = {"error": _words(error)}
-            say(name, found[name]["error"])
+            results[name] = {"error": _words(error)}
+            say(name, results[name]["error"])
             del error
             _free()
     say("all", "in turns")
     _time_rounds(ready, subject, rounds, turn_s)
     for name, way in ready.items():
-        found[name] = {
+        results[name] = {
             "ms": statistics.median(way.times_ms),
             "graph_ms": statistics.median(way.graph_ms) if way.graph_ms else None,
             "first_s": way.first_s,
@@ -311,11 +310,11 @@ def measure(
         }
         for other in ("eager", "compile", "reduce-overhead"):
             if other in ready:
-                theirs = ready[other]
-                found[name][f"over_{other}"] = ratio(theirs.times_ms, way.times_ms)
-                if theirs.graph_ms:
-                    found[name][f"graph_over_{other}"] = ratio(theirs.graph_ms, way.graph_ms)
-    return {name: found[name] for name in ways}
+                baseline = ready[other]
+                results[name][f"over_{other}"] = ratio(baseline.times_ms, way.times_ms)
+                if baseline.graph_ms:
+                    results[name][f"graph_over_{other}"] = ratio(baseline.graph_ms, way.graph_ms)
+    return {name: results[name] for name in ways}
 
 
 def _words(error: Exception) -> str:
@@ -324,14 +323,14 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"[:500]
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
-    """Return the median of the rounds' ratios: a host that is slow for seconds is so for both."""
-    if not theirs or not ours:
+def ratio(baseline_ms: Sequence[float], ms: Sequence[float]) -> float | None:
+    """Return the median of the rounds' ratios: a CPU that is slow for seconds slows both down."""
+    if not baseline_ms or not ms:
         return None
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    return statistics.median(a / b for a, b in zip(baseline_ms, ms, strict=True))
 
 
-def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> Way:
+def _start_way(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> Way:
     """Start a way, and run its first steps."""
     subject.synchronize()
     leave_pool()
@@ -341,10 +340,10 @@ def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> 
     begun = time.perf_counter()
     model = subject.copy_of_model()
     step = subject.step_of(model, start(model))
-    found = subject.answer(model, step())
+    answer = subject.answer(model, step())
     subject.synchronize()
     first = time.perf_counter() - begun
-    way = Way(model, step, first, float((found - expected).norm() / expected.norm()))
+    way = Way(model, step, first, float((answer - expected).norm() / expected.norm()))
     for _ in range(WARM_UPS):
         step()
     subject.synchronize()
@@ -354,7 +353,7 @@ def _made(start: Start, subject: Subject, expected: Tensor, has_graph: bool) -> 
         step()
         torch.cuda.synchronize()
         way.peak_mb = (torch.cuda.max_memory_reserved() - held) / 2**20
-        way.graph = _captured(step) if has_graph else None
+        way.graph = _capture_graph(step) if has_graph else None
     return way
 
 
@@ -375,7 +374,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _captured(step: Step) -> Step:
+def _capture_graph(step: Step) -> Step:
     """Return the step as one CUDA graph, captured after a warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -389,7 +388,7 @@ def _captured(step: Step) -> Step:
         out = step()
 
     def replay(kept: Step = step) -> Any:
-        """`kept` holds the model, whose weights the graph reads at their addresses."""
+        """Replay the graph; `kept` holds the model, whose weights it reads at their addresses."""
         graph.replay()
         return out
 

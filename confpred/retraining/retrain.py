@@ -32,7 +32,7 @@ from confpred.families.registry import operation_of
 from confpred.files import read_json, user_folder, write_json
 from confpred.model.card import CARD
 from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
-from confpred.predict.predictor import Predictor, donor_for
+from confpred.predict.predictor import Predictor, nearest_model
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.retraining import offers
@@ -145,14 +145,14 @@ class _Retraining:
         left = request.budget_s * (1 - JUDGING) - self.session.learning_s
         if left <= 0:
             return
-        kind = type(request.suite.entries[0].problem)
-        source = self.models.get(request.device.key) or donor_for(self.models, request.device, kind)
-        of = "nothing" if source is None else f"model {source.version}"
+        kind, device = type(request.suite.entries[0].problem), request.device
+        model = self.models.get(device.key) or nearest_model(self.models, device, kind)
+        of = "nothing" if model is None else f"model {model.version}"
         self.say(f"session {number}: measuring for {left:.0f} s what {of} has most to learn from")
         predictor = Predictor(self.models)
 
         def chosen(measured: offers.Have) -> list[Task]:
-            what, settings = (request.suite, request.device, source, predictor), request.settings
+            what, settings = (request.suite, device, model, predictor), request.settings
             costs = Costs(processes=settings.processes)
             how: dict[str, Any] = {"costs": costs, "seed": number, "pytorch": settings.pytorch}
             return offers.tasks_to_learn(*what, measured=measured, budget_s=left, **how)

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from confpred.cuda.cache import sealed
+from confpred.cuda.cache import seal
 from confpred.cuda.compiler import cache_entry, compile_all, compiled_before
 from confpred.errors import CompileError
 from confpred.families.protocol import PYTORCH
@@ -139,7 +139,7 @@ def write_archive(kernels: Sequence[KernelSpec], arch: str, path: Path, *, repla
         with tarfile.open(fileobj=file, mode="w:xz", preset=9) as tar:
             for kernel in listed:
                 if (compiled := compiled_before(kernel, arch)) is not None:
-                    content = sealed(compiled.cubin)
+                    content = seal(compiled.cubin)
                     member = tarfile.TarInfo(cache_entry(kernel, arch))
                     member.size, member.mode = len(content), 0o600
                     tar.addfile(member, io.BytesIO(content))

@@ -59,7 +59,7 @@ class KernelCall(Record):
 
     @property
     def minimum_bytes(self) -> int:
-        """A scale for times, not a bound, as nobody says which sizes a tensor has: every tensor has
+        """A scale for times, not a bound, as the sizes of each tensor are unknown: every tensor has
         all sizes but one, as those of a matrix product do; or both of two."""
         rank = min(len(self.sizes), max(2, len(self.sizes) - 1))
         return self.itemsize * sum(map(prod, combinations(self.sizes, rank)))

@@ -35,8 +35,8 @@ _SPARE_REGISTERS = 32  # of a thread, beside the sums of its tile
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a kernel that a person's example makes.
+class ExampleCall:
+    """A call of a kernel by its author's example.
 
     Attributes:
         launch: launches the config of a row of the table once, and returns what Triton compiled.
@@ -50,14 +50,14 @@ class Call:
 
 
 class TritonOperation:
-    """The calls of one kernel. Its operands are known when it is called, and by nobody before."""
+    """The calls of one kernel. Its operands are known only when it is called."""
 
     def __init__(self, name: str, key: Sequence[str]) -> None:
         self.name = name
         self.problem: type[KernelCall] = call_record(name, key)
         self.feature_names: tuple[str, ...] = (
-            *(f"log_{each}" for each in key),
-            *(f"aligned_{each}" for each in key),
+            *(f"log_{argument}" for argument in key),
+            *(f"aligned_{argument}" for argument in key),
             *("dtype", "itemsize", "log_elements"),
         )
 
@@ -66,8 +66,8 @@ class TritonOperation:
         return ()
 
     def features(self, problem: KernelCall, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2; Triton compiles a kernel apart where a size is a multiple of
-        16, ``aligned``."""
+        """Return logarithms of the sizes to base 2, and whether they are multiples of 16, for which
+        Triton compiles another kernel: ``aligned``."""
         logs = np.log2(problem.sizes)
         aligned = [getattr(problem, name) % 16 == 0 for name in problem.KEY]
         dtype = _DTYPES.index(problem.dtypes[0])
@@ -75,11 +75,11 @@ class TritonOperation:
         return np.array([row], np.float32)
 
     def reference(self, problem: Record, output: str) -> NoReturn:
-        """There is none: the results of each config are compared with the first one's."""
+        """Raise an error: results of each config are compared with the first config's."""
         raise NotImplementedError(f"{self.name} has no reference kernel")
 
     def pytorch(self, problem: Record, tensors: Mapping[str, Any]) -> NoReturn:
-        """There is none, so it is never timed."""
+        """Raise an error: PyTorch has no operator for the kernel, and is never timed."""
         raise NotImplementedError(f"{self.name} has no call of PyTorch's")
 
 
@@ -110,7 +110,7 @@ class TritonFamily:
         source: Source,
         version: str,
         extra: Functions | None = None,
-        example: Callable[[KernelCall], Call] | None = None,
+        example: Callable[[KernelCall], ExampleCall] | None = None,
     ) -> None:
         self.name, self.key, self.version, self.digest = name, tuple(key), version, source.digest
         self.operation = TritonOperation(name, key)
@@ -129,7 +129,7 @@ class TritonFamily:
 
     @property
     def source(self) -> str:
-        """Identity of what runs: Triton with its version, and the digest of the kernel."""
+        """Identity of the compiled code: Triton's version, and the digest of the kernel."""
         return f"triton {self.version} {self.digest}"
 
     @cached_property
@@ -138,11 +138,11 @@ class TritonFamily:
         return {config_key(config): row for row, config in enumerate(self.kwargs)}
 
     def legal(self, problem: Record, device: Device) -> NDArray[np.bool_]:
-        """All: which config needs too much shared memory is known once it is compiled."""
+        """Return all: only compilation shows which config needs too much shared memory."""
         return np.ones(len(self.configs), np.bool_)
 
     def estimate_s(self, problem: KernelCall, device: Device, rows: Rows) -> NDArray[np.float64]:
-        """Seconds of a matrix product of these sizes, with what padding and last waves waste."""
+        """Return the seconds of a matrix product of these sizes, with padding and last waves."""
         derived = self._derived(problem, device, rows)
         seconds: NDArray[np.float64] = device.roofline_s(problem) * (
             derived["padding"] * derived["wave_waste"]
@@ -165,10 +165,10 @@ class TritonFamily:
         return matrix
 
     def launch(self, problem: Record, row: int) -> Launch:
-        """Nothing but the identity: the config is run by the kernel's own call."""
+        """Return the kernel's identity alone: its own call runs the config."""
         return Launch((), file=self.source)
 
-    def example(self, problem: KernelCall) -> Call:
+    def example(self, problem: KernelCall) -> ExampleCall:
         """Return a call for `problem`, with inputs.
 
         Raises:
@@ -185,8 +185,8 @@ class TritonFamily:
     def _derived(
         self, problem: KernelCall, device: Device, rows: Rows
     ) -> dict[str, NDArray[np.float64]]:
-        """How each config would run `problem`, by the rules above; sizes of a tile, of what a
-        stage of a loop loads and of what a thread sums, and what fits in a multiprocessor."""
+        """Return how each config would run `problem`, by the rules above: sizes of a tile, of a
+        loop stage's loads and of a thread's sums, and the programs that fit a multiprocessor."""
         table, columns = self.configs[rows], {}
         ones = np.ones(len(rows))
         field = {name: table[name].astype(np.float64) for name in self._fields}
@@ -234,8 +234,8 @@ _DERIVED = (
 
 
 def axis_of(field: str) -> str | None:
-    """Return the axis that a field is the tile of, such as ``M`` for ``BLOCK_SIZE_M``; empty where
-    the name has none, and None where it is no tile."""
+    """Return the axis of a tile's field, such as ``M`` for ``BLOCK_SIZE_M``; empty where the name
+    has none, and None where it is no tile."""
     name = field.upper()
     if "BLOCK" in name or "TILE" in name:
         return re.sub("BLOCK|TILE|SIZE|_", "", name)
@@ -244,8 +244,8 @@ def axis_of(field: str) -> str | None:
 
 
 def axes_of(key: Sequence[str], tiles: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return each tile with the size that it divides; one that no size matches by its name with
-    every size that is left."""
+    """Return each tile with the size that it divides; a tile whose name matches no size, with every
+    size that matches no tile."""
     matched = {tile: name for tile in tiles for name in key if _matches(str(axis_of(tile)), name)}
     left = [name for name in key if name not in matched.values()] or list(key)
     pairs = ([matched[t]] if t in matched else left for t in tiles)
@@ -258,7 +258,7 @@ def _matches(axis: str, name: str) -> bool:
 
 
 def config_key(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a config from others, whatever the order of its fields."""
+    """Return a key that identifies a config, for any order of its fields."""
     return tuple(sorted(config.items()))
 
 
@@ -269,7 +269,7 @@ def _table(
     order of their texts."""
     distinct = tuple({config_key(config): dict(config) for config in configs}.values())
     if not fields:
-        raise InvalidInput("configs", list(configs), "configs that pass something to the kernel")
+        raise InvalidInput("configs", list(configs), "configs with an argument of the kernel")
     columns = [_numbers([config.get(name) for config in distinct]) for name in fields]
     types = [(name, np.int32) for name in fields]
     table = np.array(list(zip(*columns, strict=True)), dtype=types)

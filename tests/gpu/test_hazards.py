@@ -22,14 +22,14 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_hazard(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, make = HAZARDS[name], backend.graphed
+    found, make = HAZARDS[name], backend.make_replayable
     passes: list[Any] = []
 
     def graphed(*given: Any, **named: Any) -> Any:
         passes.append(make(*given, **named))
         return passes[-1]
 
-    monkeypatch.setattr(backend, "graphed", graphed)
+    monkeypatch.setattr(backend, "make_replayable", graphed)
     monkeypatch.setattr(normalising, "_gain_ms", lambda *_: 1.0)  # every norm that a kernel takes
     with ours_first() as ours, failed_passes() as failures:
         for operation in ("batch_norm", "norm", "conv"):

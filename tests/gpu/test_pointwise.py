@@ -140,14 +140,14 @@ def test_a_graph_may_meet_a_kernel_that_is_not_loaded(monkeypatch) -> None:
     from confpred.pytorch.run import choosing
 
     kernels.loaded.cache_clear()
-    monkeypatch.setattr(choosing, "_kept", {})
+    monkeypatch.setattr(choosing, "_cache", {})
     start = random(3, 40, 6, 5, dtype=torch.float32).contiguous(memory_format=LAST)
     out = start.clone(memory_format=LAST)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out.copy_(start)
         apply_epilogue(out, None, start, "relu6")
-    assert all(choosing._kept.values())
+    assert all(choosing._cache.values())
     graph.replay()
     check(out, expected(start, None, start, "relu6"), "float32")
 

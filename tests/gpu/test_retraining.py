@@ -68,4 +68,4 @@ def test_a_transferred_choice_runs_only_where_it_is_measured(
         layer.weight.data = weight
         confpred.optimize(layer, verify=3)(x)
     assert [found[0].source, found[-1].source] == ["transferred", "measured"]
-    assert not choosing.is_ours(found[0])
+    assert not choosing.runs_kernel(found[0])

@@ -19,34 +19,34 @@ from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.passes import put_in_place, val_of
 from confpred.pytorch.rewrite.sites import Causal
-from confpred.pytorch.run import choosing
+from confpred.pytorch.run.choosing import Choose, Constraints
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
 from confpred.pytorch.run.loading import layout_of
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
-_PATTERNS = (following.sum_after, following.activation_after)
+_PATTERNS = (following.take_sum, following.take_activation)
 
 
-def serve(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, *, fuses: bool
+def lower_convolutions(
+    graph: fx.Graph, choose: Choose, constraints: Constraints, *, fuses: bool
 ) -> list[sites.Site]:
-    """Let kernels compute the causal layers of a graph, in place, and return their sites. `fuses`
-    says whether what follows a layer becomes a part of it, as in inference."""
+    """Replace the causal layers of a graph by confpred's operators in place, where these are
+    chosen, and return their sites. `fuses`: whether epilogues are fused, as in inference."""
     matches: list[Match] = []
     claimed: set[fx.Node] = set()
-    for node in reversed(graph.nodes):  # the later one of two that are summed takes the sum
+    for node in reversed(graph.nodes):  # of two layers that are summed, the later takes the sum
         if node.target in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
-            found = padded(node) or cut(node)
-            if found is not None:
-                matches.append(_match(found, wishes, fuses, claimed))
+            layer = match_padded(node) or match_cut(node)
+            if layer is not None:
+                matches.append(_match(layer, constraints, fuses, claimed))
     matches.reverse()
     if matches:
         choose_and_replace(graph, matches, choose)
-    served = [match.sites for match in matches if any(site.is_ours for site in match.sites)]
+    served = [match.sites for match in matches if any(site.is_lowered for site in match.sites)]
     return [site for own in served for site in own]
 
 
-def padded(node: fx.Node) -> Causal | None:
+def match_padded(node: fx.Node) -> Causal | None:
     """Return a convolution, or its backward, whose input is padded with zeros on the left."""
     geometry, pad = _geometry(node), sites.arguments_of(node)[0]
     if geometry is None or pad.target is not aten.constant_pad_nd.default:
@@ -72,8 +72,8 @@ def padded(node: fx.Node) -> Causal | None:
     return Causal(node, left, extra, pad, node, tuple(grads))
 
 
-def cut(node: fx.Node) -> Causal | None:
-    """Return a convolution with what cuts its result, or its backward with the gradient of that."""
+def match_cut(node: fx.Node) -> Causal | None:
+    """Return a convolution with the slice of its result, or its backward with the slice's."""
     geometry, x = _geometry(node), sites.arguments_of(node)[0]
     if geometry is None or layout_of(val_of(x)) != "channels_first":
         return None
@@ -92,11 +92,11 @@ def cut(node: fx.Node) -> Causal | None:
 
 
 def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
-    """Return stride, padding, dilation and taps of a convolution of lines; None of others."""
-    found, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
-    if found is None or sites.arguments_of(node)[6] or len(window) != 1:
+    """Return stride, padding, dilation and window of a convolution of lines; None of others."""
+    geometry, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
+    if geometry is None or sites.arguments_of(node)[6] or len(window) != 1:
         return None
-    ((stride,), (padding,), (dilation,), _), (size,) = found, window
+    ((stride,), (padding,), (dilation,), _), (size,) = geometry, window
     return (stride, padding, dilation, size) if isinstance(size, int) else None
 
 
@@ -105,8 +105,8 @@ def _arguments(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _cut_places(node: fx.Node, val: Any) -> int | None:
-    """Return how many positions `node` cuts at the end of `val`; None where it does something else,
-    or its strides may be seen."""
+    """Return how many elements `node` cuts at the end of `val`; None where it does something else,
+    or a reader may depend on its strides."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.kwargs:
         return None
     _, axis, start, _ = node.args
@@ -118,15 +118,15 @@ def _cut_places(node: fx.Node, val: Any) -> int | None:
 
 def _constant(number: Any) -> int | None:
     """Return a number that may be an expression of open sizes, if it is always the same."""
-    found = number if isinstance(number, int) else number.node.maybe_as_int()
-    return found or None
+    constant = number if isinstance(number, int) else number.node.maybe_as_int()
+    return constant or None
 
 
-def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.Node]) -> Match:
-    node = found.node
-    fields: dict[str, Any] = {"causal": found}
+def _match(layer: Causal, constraints: Constraints, fuses: bool, claimed: set[fx.Node]) -> Match:
+    node = layer.node
+    fields: dict[str, Any] = {"causal": layer}
     if node.target is sites.CONVOLUTION:
-        nodes = (node,) if found.last is node else (node, found.last)
+        nodes = (node,) if layer.last is node else (node, layer.last)
         chain = following.Chain(nodes)
         if fuses:
             chain = following.follow(chain, _PATTERNS, claimed)
@@ -135,35 +135,35 @@ def _match(found: Causal, wishes: choosing.Wishes, fuses: bool, claimed: set[fx.
         named: Any = {"bias": bias, "activation": chain.activation, "residual": residual}
         site = sites.site_of(node, "fprop", **fields, **named)
         site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
-        return Match([site], partial(_replace, found, chain, site, wishes))
+        return Match([site], partial(_replace, layer, chain, site, constraints))
     mask: Any = node.args[10]
     sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
     of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
     own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
     own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]
-    return Match(own, partial(_replace_backward, found, own, wishes))
+    return Match(own, partial(_replace_backward, layer, own, constraints))
 
 
 def _replace(
-    found: Causal, chain: following.Chain, site: sites.Site, wishes: choosing.Wishes
+    layer: Causal, chain: following.Chain, site: sites.Site, constraints: Constraints
 ) -> None:
-    if not site.is_ours:
+    if not site.is_lowered:
         return
-    node = found.node
-    call = sites.call_of(node, [site], wishes, found, activation=chain.activation)
-    operands = (found.x, node.args[1], None, node.args[2], chain.residual)
+    node = layer.node
+    call = sites.call_of(node, [site], constraints, layer, activation=chain.activation)
+    operands = (layer.x, node.args[1], None, node.args[2], chain.residual)
     put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
 
 
-def _replace_backward(found: Causal, own: list[sites.Site], wishes: choosing.Wishes) -> None:
-    if not any(site.is_ours for site in own):
+def _replace_backward(layer: Causal, own: list[sites.Site], constraints: Constraints) -> None:
+    if not any(site.is_lowered for site in own):
         return
-    node = found.node
-    call = sites.call_of(node, own, wishes, found)
+    node = layer.node
+    call = sites.call_of(node, own, constraints, layer)
     weight = node.args[2]
-    new = put_in_place(node, confpred.conv2d_backward.default, (found.grad, found.x, weight, call))
+    new = put_in_place(node, confpred.conv2d_backward.default, (layer.grad, layer.x, weight, call))
     for item in [item for item in new.users if item.args[1] == 0]:
-        for grad in found.unpadded:
+        for grad in layer.unpadded:
             grad.replace_all_uses_with(item)
             item.meta["val"] = val_of(grad)
             grad.graph.erase_node(grad)

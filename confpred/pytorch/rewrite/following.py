@@ -1,9 +1,9 @@
-"""Patterns of what may follow an operation and be computed with it: the matcher of every graph.
+"""Patterns of epilogues, the operations that are fused behind a convolution or norm.
 
     convolution or norm -> [batch norm] -> [+ residual] -> [activation]
 
-A pattern is a function that returns a chain with one operation more, or as it was. Nothing but the
-next node of a chain, and the gradient of an activation, may read what comes between.
+A pattern is a function that returns a chain with one operation more, or as it was. Each
+intermediate result has one user, the next node of the chain, beside the gradient of an activation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Chain:
     Attributes:
         nodes: first to last, with the ``getitem`` of a norm.
         norm: the batch norm among them.
-        sum: the node that adds the residual, and the residual's position among its arguments.
-        activation: its name.
+        sum: the node that adds the residual, and the residual's place among its arguments.
+        activation: name of the activation, or ``none``.
         gradient: the node of the activation's gradient; None in a graph of inference.
     """
 
@@ -54,7 +54,7 @@ class Chain:
 
     @property
     def residual(self) -> Any:
-        """The node that is added, or None; another one once its own chain is replaced."""
+        """The node that is added, or None; read anew, as rewriting replaces nodes."""
         return None if self.sum is None else self.sum[0].args[self.sum[1]]
 
 
@@ -62,7 +62,7 @@ Pattern = Callable[[Chain], Chain]
 
 
 def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
-    """Return `chain` with what follows it, without the nodes that another one has `claimed`."""
+    """Return `chain` with its epilogue by `patterns`, without nodes that another `claimed`."""
     for pattern in patterns:
         longer = pattern(chain)
         if not any(node in claimed for node in longer.nodes[len(chain.nodes) :]):
@@ -70,7 +70,7 @@ def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Nod
     return chain
 
 
-def norm_after(chain: Chain) -> Chain:
+def take_norm(chain: Chain) -> Chain:
     """Take a batch norm by running statistics, if its normalised tensor alone is used."""
     norm = _only_reader(chain.last)
     if chain.norm is not None or norm is None or norm.target is not FIXED_NORM:
@@ -81,12 +81,11 @@ def norm_after(chain: Chain) -> Chain:
     return replace(chain, nodes=(*chain.nodes, norm, first), norm=norm)
 
 
-def sum_after(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
+def take_sum(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     """Take a sum with a residual of the same shape and dtype, without a factor.
 
-    It has the layout of what it is added to, as nodes that follow count on the strides of the sum.
-    An operator that has a layout of its own, and may compute the sum in float32, says which `dtype`
-    its residual has.
+    The residual has the layout of the other term, because later nodes rely on the strides of the
+    sum. With `dtype`, for operators of any layout that add in float32, the residual has that dtype.
     """
     total = _only_reader(chain.last)
     if total is None or total.target is not aten.add.Tensor:
@@ -103,8 +102,8 @@ def sum_after(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
     return replace(chain, nodes=(*chain.nodes, total), sum=(total, places[0]))
 
 
-def activation_after(chain: Chain, gradient: fx.Node | None = None) -> Chain:
-    """Take an activation; in a joint graph with its `gradient`, which may read the same, too."""
+def take_activation(chain: Chain, gradient: fx.Node | None = None) -> Chain:
+    """Take an activation; in a joint graph, its `gradient` may read the same node."""
     readers = set(readers_of(chain.last)) - {gradient}
     node = readers.pop() if len(readers) == 1 else None
     name = None if node is None else activation_of(node)
@@ -116,7 +115,7 @@ def activation_after(chain: Chain, gradient: fx.Node | None = None) -> Chain:
 
 
 def activation_of(node: fx.Node) -> str | None:
-    """Return the activation that `node` computes; None where it is none of the table's."""
+    """Return the activation that `node` computes; None if it is none of `ACTIVATIONS`."""
     name, row = ACTIVATIONS.get(node.target, (None, None))
     exact = node.kwargs.get("approximate", "none") == "none"  # of GELU
     return name if row and exact and tuple(node.args[1:]) == row.forward_arguments else None
@@ -144,10 +143,10 @@ def first_result(norm: fx.Node) -> fx.Node | None:
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read `node`, aliases passed through."""
-    found: list[fx.Node] = []
+    readers: list[fx.Node] = []
     for user in node.users:
-        found += readers_of(user) if _is_alias(user) else [user]
-    return found
+        readers += readers_of(user) if _is_alias(user) else [user]
+    return readers
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
@@ -156,7 +155,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def source_of(node: Any) -> Any:
-    """Return what a node is an alias of."""
+    """Return the node that `node` is an alias of, or itself."""
     while isinstance(node, fx.Node) and _is_alias(node):
         node = node.args[0]
     return node

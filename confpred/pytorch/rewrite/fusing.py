@@ -1,4 +1,4 @@
-"""Inference: each convolution or batch norm with what follows it becomes one operator.
+"""Inference: each convolution or batch norm with its epilogue becomes one operator.
 
     convolution -> [batch norm] -> [+ residual] -> [activation]
     batch norm -> [+ residual] -> [activation]
@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -33,48 +33,49 @@ confpred = torch.ops.confpred
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
 _REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
-_PATTERNS = (following.norm_after, following.sum_after, following.activation_after)
+_PATTERNS = (following.take_norm, following.take_sum, following.take_activation)
 
 
 def fuse(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any],
-    folds: list[Fold], device: Device | None = None,
+    graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
+    inputs: Sequence[Any], folds: list[Fold], device: Device | None = None,
 ) -> list[sites.Site]:  # fmt: skip
     """Rewrite a graph of inference in place, and return its convolutions and norms in order.
 
     Args:
-        graph: what is rewritten.
-        choose, wishes: choose for it; the latter for tensors of other sizes, too.
-        inputs: of the graph, or none where their values are not known.
-        folds: gets what is seen of the values.
-        device: that Inductor compiles the rest for; None where it does not.
+        graph: the graph to rewrite.
+        choose, constraints: the function that chooses, and its constraints, for other sizes.
+        inputs: values of the graph's inputs; empty if they are unknown.
+        folds: filled with what the values say of norms in float16.
+        device: the device for which Inductor compiles the other operators; None without Inductor.
     """
-    found = causal.serve(graph, choose, wishes, fuses=True)
+    layers = causal.lower_convolutions(graph, choose, constraints, fuses=True)
     placeholders = graph.find_nodes(op="placeholder")
-    is_known = len(inputs) == len(placeholders)
-    places = {node: place for place, node in enumerate(placeholders) if is_known}
+    has_values = len(inputs) == len(placeholders)
+    places = {node: place for place, node in enumerate(placeholders) if has_values}
     chains = _chains(graph)
     if device is not None:
-        chains = _shortened(chains, device, wishes)
+        chains = _shorten_chains(chains, device, constraints)
     matches = []
     for chain in chains:
         site, fold = _site(chain), _fold_of(chain, places, inputs)
-        folds += [fold] * (fold is not None)
-        if fold is not None and fold.is_lossy:
-            site.problem, site.why = None, _UNFOLDED
-        put = partial(_replace, chain, site, wishes, device is None)
+        if fold is not None:
+            folds.append(fold)
+            if fold.is_lossy:
+                site.problem, site.why = None, _UNFOLDED
+        put = partial(_replace, chain, site, constraints, device is None)
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
         matches.append(Match([site], put, *ends))
-    found += choose_and_replace(graph, matches, choose)
+    layers += choose_and_replace(graph, matches, choose)
     _join_folds(graph)
-    return found
+    return layers
 
 
 def _chains(graph: fx.Graph) -> list[following.Chain]:
-    """Return what is fused, in the order of the graph."""
+    """Return the chains of nodes to fuse, in the order of the graph."""
     claimed: set[fx.Node] = set()
-    found: dict[fx.Node, following.Chain] = {}
+    chains: dict[fx.Node, following.Chain] = {}
     convolutions = graph.find_nodes(op="call_function", target=sites.CONVOLUTION)
     norms = graph.find_nodes(op="call_function", target=following.FIXED_NORM)
     # The later convolution of two that are summed takes the sum: the other's is there by then.
@@ -87,24 +88,24 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
         chain = following.Chain((node,) if first is None else (node, first), norm)
         # confpred's operator computes no transposed convolutions.
         plain = norm is not None or not (node.args[6] or sites.geometry_of(node) is None)
-        found[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
-        claimed.update(found[node].nodes)
-    return [found[node] for node in graph.nodes if node in found]
+        chains[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
+        claimed.update(chains[node].nodes)
+    return [chains[node] for node in graph.nodes if node in chains]
 
 
-def _shortened(
-    chains: Sequence[following.Chain], device: Device, wishes: choosing.Wishes
+def _shorten_chains(
+    chains: Sequence[following.Chain], device: Device, constraints: choosing.Constraints
 ) -> list[following.Chain]:
-    """Return `chains`, of some their convolution alone: where that and the pass of Inductor's that
-    follows it are expected to be faster than one operator."""
+    """Return `chains`, cut to the convolution where that, and Inductor's pass behind it, are
+    expected to be faster than one operator."""
     asked: dict[following.Chain, list[Problem]] = {}
     for chain in chains:
         problem = _site(chain).problem if len(chain.nodes) > 1 else None
         if isinstance(problem, Problem):
             biased = replace(problem, activation="none", residual=False)
             asked[chain] = [problem, biased, replace(biased, bias=False)]
-    problems = dict.fromkeys(problem for each in asked.values() for problem in each)
-    choices = dict(zip(problems, choosing.weigh([*problems], device, wishes), strict=True))
+    problems = dict.fromkeys(problem for group in asked.values() for problem in group)
+    choices = dict(zip(problems, choosing.preview([*problems], device, constraints), strict=True))
 
     taken: set[fx.Node] = set()  # by one operator with more than a convolution in it
 
@@ -116,47 +117,48 @@ def _shortened(
             return False
         p, follows = asked[chain][0], 0.0
         tensors = int(p.residual)
-        if not _is_read_on_its_way(chain.last, taken):
+        if not _is_fused_by_readers(chain.last, taken):
             tensors, follows = tensors + 2, LAUNCH_MS
         follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
-        by_pytorch = bare.pytorch_ms if library.fuses(p) else math.inf
+        by_pytorch = bare.pytorch_ms if library.is_one_operator(p) else math.inf
         # Inductor adds the bias of PyTorch's convolution, as part of the pass.
-        alone = min(_ours_ms(biased), bare.pytorch_ms) + follows
-        return alone < min(_ours_ms(whole), by_pytorch)
+        alone = min(_kernel_ms(biased), bare.pytorch_ms) + follows
+        return alone < min(_kernel_ms(whole), by_pytorch)
 
-    found = []
-    for chain in reversed(chains):  # what reads a result comes before it
+    shortened = []
+    for chain in reversed(chains):  # readers of a result first
         norm = chain.norm
         if is_faster_alone(chain):
             if norm is not None:
-                found.append(following.Chain(chain.nodes[1:3], norm))
+                shortened.append(following.Chain(chain.nodes[1:3], norm))
             chain = following.Chain(chain.nodes[:1])
         elif chain.nodes[0] is not norm:
             taken.update(chain.nodes[1:])
-        found.append(chain)
-    return found[::-1]
+        shortened.append(chain)
+    return shortened[::-1]
 
 
-def _ours_ms(choice: Choice) -> float:
-    """Return the expected milliseconds of a confpred kernel, or of a plan that was chosen."""
-    is_ours = choosing.why_pytorch(choice) is None
-    return choice.predicted_ms if is_ours and choice.predicted_ms else math.inf
+def _kernel_ms(choice: Choice) -> float:
+    """Return the expected milliseconds of a confpred kernel or a chosen library plan; infinite if
+    PyTorch's operator runs."""
+    replaces = choosing.why_pytorch(choice) is None
+    return choice.predicted_ms if replaces and choice.predicted_ms else math.inf
 
 
-def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
-    """Return whether all that reads `node` is computed in passes of Inductor's, which compute what
-    is before them as they read, and not `taken` by another operator."""
+def _is_fused_by_readers(node: fx.Node, taken: Collection[fx.Node]) -> bool:
+    """Return whether Inductor computes all readers of `node` in passes that can compute `node` too,
+    as none of them is `taken` by another operator."""
 
     def is_pass(reader: fx.Node) -> bool:
         tags = getattr(reader.target, "tags", ())
         return reader.target in _REDUCTIONS or torch.Tag.pointwise in tags
 
     readers = following.readers_of(node)
-    return bool(readers) and all(is_pass(each) and each not in taken for each in readers)
+    return bool(readers) and all(is_pass(reader) and reader not in taken for reader in readers)
 
 
 def _site(chain: following.Chain) -> sites.Site:
-    """Return what is known of `chain` before anything is chosen."""
+    """Return the site of `chain`, before a choice."""
     start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
@@ -169,14 +171,13 @@ def _site(chain: following.Chain) -> sites.Site:
 
 
 def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
-    """Return whether one operator, of confpred's or PyTorch's, computes the convolution with all
-    that follows it. Such a one takes a folded filter; PyTorch's convolution and a pass over its
-    output do not."""
+    """Return whether one operator, confpred's or PyTorch's, computes the convolution and its
+    epilogue. Such an operator takes a folded filter; a convolution and a pass behind it do not."""
     node, problem = chain.nodes[0], site.problem
-    if site.is_ours or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
-        return site.is_ours
+    if site.is_lowered or site.why == _UNFOLDED or node.target is not sites.CONVOLUTION:
+        return site.is_lowered
     if isinstance(problem, Problem):
-        return library.fuses(problem)
+        return library.is_one_operator(problem)
     geometry = sites.geometry_of(node)
     if geometry is None or node.args[6] or chain.sum is not None:
         return False
@@ -185,10 +186,10 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
 
 
 def _replace(
-    chain: following.Chain, site: sites.Site, wishes: choosing.Wishes, has_pass: bool
+    chain: following.Chain, site: sites.Site, constraints: choosing.Constraints, has_pass: bool
 ) -> None:
-    """Put one operator in place of `chain`, if that is fewer launches or a confpred kernel;
-    `has_pass` says whether one pass of confpred's may compute what follows a convolution."""
+    """Replace `chain` by one operator, if that saves launches or runs a confpred kernel.
+    `has_pass`: whether confpred's pass may compute the epilogue of PyTorch's convolution."""
     node, out, is_one = chain.nodes[0], val_of(chain.last), _is_one_operator(chain, site)
     if not is_one:
         if not has_pass:
@@ -204,18 +205,18 @@ def _replace(
     elif chain.norm is not None:
         scale, bias = _fold(chain, bias, None)
     if is_norm:
-        given = (x, scale, bias, chain.residual, chain.activation)
-        put_in_place(chain.last, confpred.scale_shift.default, given)
+        arguments = (x, scale, bias, chain.residual, chain.activation)
+        put_in_place(chain.last, confpred.scale_shift.default, arguments)
     else:
-        call = sites.call_of(node, [site], wishes, activation=chain.activation)
+        call = sites.call_of(node, [site], constraints, activation=chain.activation)
         operands = (x, weight, scale, bias, chain.residual)
         put_in_place(chain.last, confpred.conv2d.default, (*operands, call))
 
 
 def _spell_out(norm: Any) -> None:
-    """Put a product and a sum with folded vectors in place of a norm, in float32. PyTorch's
-    formula takes a root, and four vectors, for each element, and such a pass of Inductor's takes
-    longer than its memory."""
+    """Replace a norm by a product and a sum with folded vectors, in float32. PyTorch's formula
+    takes a root, and reads four vectors, for each element: Inductor's pass would be compute-bound.
+    """
     first = None if norm is None else following.first_result(norm)
     if first is None or val_of(first).dtype not in DTYPES:
         return
@@ -231,17 +232,23 @@ def _spell_out(norm: Any) -> None:
 
 
 class Fold(NamedTuple):
-    """A convolution and its norm that are to be folded: places of the norm's weight (or None), of
-    its variance and of the filter among a graph's inputs, the norm's epsilon, and whether the
-    folded filter is one that float16 cannot hold."""
+    """A convolution and its norm to fold in float16.
+
+    Attributes:
+        places: indices of the norm's weight, its variance and the filter among the graph's inputs;
+            None for no weight.
+        eps: of the norm.
+        is_lossy: whether float16 cannot hold the folded filter.
+    """
 
     places: tuple[int | None, ...]
     eps: float
     is_lossy: bool = False
 
-    def looked_at(self, inputs: Sequence[Any]) -> Fold:
-        """Return what holds with these `inputs` of the graph."""
-        gamma, variance, filters = (None if i is None else inputs[i] for i in self.places)
+    def check(self, inputs: Sequence[Any]) -> Fold:
+        """Return this fold with `is_lossy` of these `inputs` of the graph."""
+        gamma, *others = (None if i is None else inputs[i] for i in self.places)
+        variance, filters = cast(list[Tensor], others)
         with _disable_current_modes(), torch.no_grad():
             is_lossy = folding.loses_precision(gamma, variance, filters, self.eps)
         return self._replace(is_lossy=is_lossy)
@@ -250,8 +257,8 @@ class Fold(NamedTuple):
 def _fold_of(
     chain: following.Chain, places: Mapping[Any, int], inputs: Sequence[Any]
 ) -> Fold | None:
-    """Return the fold of a convolution and its norm in float16; None where there is none, or
-    without values of its tensors, as where they are computed in the graph."""
+    """Return the fold of a convolution and its norm in float16; None for other chains, and where
+    values of its tensors are unknown, such as of a filter that the graph computes."""
     norm: Any = chain.norm
     start = chain.nodes[0]
     is_folded = norm is not None and start.target is sites.CONVOLUTION
@@ -259,20 +266,20 @@ def _fold_of(
         return None
     nodes = (norm.args[1], norm.args[4], _uncast(start.args[1]))
     for node in nodes:
-        t = inputs[places[node]] if node in places else None
+        t: Any = inputs[places[node]] if node in places else None
         if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
             return None
-    return Fold(tuple(places.get(node) for node in nodes), norm.args[6]).looked_at(inputs)
+    return Fold(tuple(places.get(node) for node in nodes), norm.args[6]).check(inputs)
 
 
 def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:
-    """Return the nodes of filter and bias, or of scale and shift, that stand for the norm of
-    `chain`; `bias` and `filters` are those of the convolution before it, or None."""
+    """Return the nodes of filter and bias, or of scale and shift, that replace the norm of `chain`;
+    `bias` and `filters` are those of the convolution before it, or None."""
     norm: Any = chain.norm
     graph, dtype = norm.graph, DTYPES[val_of(chain.last).dtype]
-    given = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
+    arguments = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
     with graph.inserting_before(chain.last):
-        node = graph.call_function(confpred.fold.default, tuple([each] for each in given))
+        node = graph.call_function(confpred.fold.default, tuple([value] for value in arguments))
     of_filters = None if filters is None else val_of(filters)
     node.meta["val"] = folding.empty(val_of(norm.args[3]), of_filters, dtype)
     return [result_of(node, place) for place in (0, 1)]
@@ -296,7 +303,7 @@ def _join_folds(graph: fx.Graph) -> None:
 
 
 def _uncast(node: Any) -> Any:
-    """Return the tensor that autocast has cast, as the fold reads every dtype."""
+    """Return the source of a cast by autocast, as the fold reads every dtype; else `node`."""
     if isinstance(node, fx.Node) and node.target is aten._to_copy.default:
         source: Any = node.args[0]
         if source.op == "placeholder" and val_of(source).dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""Inductor for the other operations of a captured graph: what confpred serves stays as it is."""
+"""Inductor for the other operators of a captured graph; confpred's operators stay as they are."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def is_available() -> bool:
     from torch.utils._triton import has_triton
 
     compilers = filter(None, (os.environ.get("CC"), "gcc", "clang", "cc"))
-    found = {"Triton": has_triton(), "a C compiler": any(map(shutil.which, compilers))}
-    missing = " and ".join(name for name, is_there in found.items() if not is_there)
+    tools = {"Triton": has_triton(), "a C compiler": any(map(shutil.which, compilers))}
+    missing = " and ".join(name for name, is_there in tools.items() if not is_there)
     if missing:
         log.warning(
-            "Inductor does not compile what confpred leaves to PyTorch, as %s is missing: steps"
-            " take longer; inductor=False says that this is meant", missing,
+            "Inductor does not compile PyTorch's operators, as %s is missing: steps take longer;"
+            " inductor=False turns this warning off", missing,
         )  # fmt: skip
     return not missing
 
 
-def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return `gm` in the operators that Inductor lowers, with names of inputs as they are."""
+def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return `gm` decomposed into the operators that Inductor lowers; inputs keep their names."""
     from torch._guards import detect_fake_mode
     from torch._inductor import config, lowering  # noqa: F401  decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
@@ -50,27 +50,28 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     mode: Any = detect_fake_mode(inputs)
     with config.patch(fallback_random=True), mode, traceback.preserve_node_meta():
         traced = make_fx(run, select_decomp_table())(*_pytree.tree_leaves(inputs))
-    each = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
-    for old, new in zip(*each, strict=True):
+    placeholders = (g.graph.find_nodes(op="placeholder") for g in (gm, traced))
+    for old, new in zip(*placeholders, strict=True):
         new.target = old.target
         new._rename(old.name)
     traced.recompile()
     return traced
 
 
-def compiled(
+def compile_pass(
     gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
 ) -> tuple[Any, dict[int, tuple[int, ...]]]:
-    """Return `gm` compiled by Inductor, and the strides of its inputs by their places, () where one
+    """Return `gm` compiled by Inductor, and the strides of its inputs by their index, () where one
     depends on an open size; the arguments are those of `confpred.pytorch.run.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
+    Random numbers are drawn by PyTorch's operators, as replays of a CUDA graph advance only
+    PyTorch's generator.
     """
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config
 
     places = gm.graph.find_nodes(op="placeholder")
-    examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
+    examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.freeze`
     strides = {
         i: x.stride() if all(isinstance(s, int) for s in x.stride()) else ()
         for i, x in enumerate(examples) if isinstance(x, Tensor)
@@ -92,35 +93,37 @@ def compiled(
     return program, strides
 
 
-def checked(program: Run, strides: Mapping[int, tuple[int, ...]], written: Sequence[int]) -> Run:
-    """Return a function that runs what `compiled` has returned; it writes to inputs at `written`.
+def accept_any_layout(
+    program: Run, strides: Mapping[int, tuple[int, ...]], written: Sequence[int]
+) -> Run:
+    """Return a function that runs a program of `compile_pass`, which writes to inputs at `written`.
 
-    Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
-    parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
-    not read the bits of negative and conjugate views, either. Such inputs are copied. cuDNN is on,
-    as at the capture: without it convolutions return another layout.
+    Inductor's code requires the strides of the capture, and plain tensors. Inputs with other
+    strides, such as parameters in a new layout, which no guard of PyTorch 2.11 checks, are copied;
+    so are negative and conjugate views. cuDNN is on, as at the capture: without it convolutions
+    return another layout.
     """
 
-    def call(given: list[Any]) -> Any:
+    def call(arguments: list[Any]) -> Any:
         back = []
-        for i, known in strides.items():
-            x = given[i]
-            wanted = known or x.stride()
+        for i, stride in strides.items():
+            x = arguments[i]
+            wanted = stride or x.stride()
             if x.stride() == wanted and not x.is_neg() and not x.is_conj():
                 continue
-            given[i] = torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
-            given[i].copy_(x)
+            arguments[i] = torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
+            arguments[i].copy_(x)
             if i in written:
-                back.append((x, given[i]))
+                back.append((x, arguments[i]))
         is_on = torch.backends.cudnn.enabled
         torch._C._set_cudnn_enabled(True)
         try:
-            found = program(given)
+            outputs = program(arguments)
         finally:
             torch._C._set_cudnn_enabled(is_on)
         for x, copy in back:
             x.copy_(copy)
-        return found
+        return outputs
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

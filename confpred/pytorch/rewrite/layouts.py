@@ -1,8 +1,8 @@
 """The layout of a captured graph, decided once for all of it.
 
 Tensor cores, and confpred's kernels, read channels last. Where convolutions in half precision read
-images with their channels first, the first images are copied into channels last, and everything
-behind them follows by itself. Results keep their layout, and so does what is read in order.
+images with their channels first, the first images are copied into channels last, and all nodes
+behind them follow. Results keep their layout, and so do inputs of nodes that read memory in order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from confpred.pytorch.run.loading import (
 )
 
 log = logging.getLogger("confpred")
-aten, ours = torch.ops.aten, torch.ops.confpred
+aten, confpred = torch.ops.aten, torch.ops.confpred
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_OURS = (ours.conv2d.default, ours.conv2d_backward.default)
+_CONFPRED_CONVOLUTIONS = (confpred.conv2d.default, confpred.conv2d_backward.default)
 #: Batch norms lie as they did: only those of channels-last images are replaced.
-_NORMS = (ours.norm.default, ours.norm_backward.default)
+_NORMS = (confpred.norm.default, confpred.norm_backward.default)
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
@@ -65,7 +65,7 @@ def to_channels_last(graph: fx.Graph) -> None:
     if not any(_is_channels_first(node) for node in graph.nodes):
         return
     try:
-        vals, copies = _propagated(graph)
+        vals, copies = _propagate(graph)
     except _KeepsLayout as reason:
         log.debug("the graph keeps its layout: %s", reason)
         return
@@ -86,7 +86,7 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
     """Bring the filters of confpred's convolutions into the layout that kernels read, in place:
     Inductor's pass that computes or casts a filter writes that layout as well."""
     made: dict[fx.Node, fx.Node] = {}
-    for target, place in ((ours.conv2d.default, 1), (ours.conv2d_backward.default, 2)):
+    for target, place in ((confpred.conv2d.default, 1), (confpred.conv2d_backward.default, 2)):
         for node in graph.find_nodes(op="call_function", target=target):
             source: Any = node.args[place]
             val, x = val_of(source), val_of(node.args[place - 1])
@@ -95,14 +95,14 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
             if source not in made:
                 with val.fake_mode:
                     like = dense(torch.empty_like(val))
-                made[source] = _copied(source, val, like, node)
+                made[source] = _add_copy_like(source, val, like, node)
             node.replace_input_with(source, made[source])
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Let results of a graph, and what `reads_memory_in_order` gets, keep their strides in place,
-    and all else follow the operators of lines, volumes and norms, which return another layout than
-    PyTorch's where they were put."""
+    """Keep the strides of a graph's results, and of inputs of nodes that `reads_memory_in_order`,
+    by copies in place. confpred's operators of lines, volumes and norms may return another layout
+    than PyTorch's, which all other nodes follow."""
     if not any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         return
     vals: dict[fx.Node, Any] = {}
@@ -110,20 +110,20 @@ def keep_strides(graph: fx.Graph) -> None:
     mode = _mode_of(graph)
     for node in list(graph.nodes):
         vals[node] = val_of(node)
-        moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
-        if node.op == "output" or (moved and _reads_as_it_lay(node)):
+        moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
+        if node.op == "output" or (moved and _needs_captured_strides(node)):
             for source in moved:
                 key = source, isinstance(node.target, torch._ops.HigherOrderOperator)
                 if key not in made:
-                    made[key] = _copied(source, vals[source], val_of(source), node)
+                    made[key] = _add_copy_like(source, vals[source], val_of(source), node)
                 node.replace_input_with(source, made[key])
         elif moved or _is_of_another_rank(node) or node.target in _NORMS:
             if _is_of_another_rank(node):
                 _copy_inputs(node, vals, made)
-            given, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
+            arguments, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
             run: Any = node.target
             with mode:
-                vals[node] = run(*given, **named)
+                vals[node] = run(*arguments, **named)
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
@@ -136,14 +136,14 @@ def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Nod
     if not problems:
         return  # PyTorch's operator computes it
     layout = getattr(problems[0], "layout", "channels_last")
-    for source in node.all_input_nodes[: _OURS.index(node.target) + 1]:
+    for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
         val = vals[source]
         if layout_of(val) == layout:
             continue
         if (source, layout) not in made:
             with val.fake_mode:
                 like = dense(torch.empty_like(val), layout)
-            made[source, layout] = _copied(source, val, like, node)
+            made[source, layout] = _add_copy_like(source, val, like, node)
         copy = made[source, layout]
         node.replace_input_with(source, copy)
         vals[copy] = val_of(copy)
@@ -151,15 +151,15 @@ def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Nod
 
 def _is_of_another_rank(node: fx.Node) -> bool:
     """Return whether confpred's operator computes a convolution of lines or volumes."""
-    return node.target in _OURS and val_of(node.args[0]).dim() != 4
+    return node.target in _CONFPRED_CONVOLUTIONS and val_of(node.args[0]).dim() != 4
 
 
-def _reads_as_it_lay(node: fx.Node) -> bool:
-    """Return whether `node` is to get its inputs as they lay at the capture."""
+def _needs_captured_strides(node: fx.Node) -> bool:
+    """Return whether `node` needs its inputs with the strides of the capture."""
     tags = getattr(node.target, "tags", ())
-    is_ours = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
+    is_confpred = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
     in_order = node.target is aten.as_strided.default or not _OF_VALUES.isdisjoint(tags)
-    return in_order or (reads_memory_in_order(node) and not is_ours)
+    return in_order or (reads_memory_in_order(node) and not is_confpred)
 
 
 def _is_channels_first(node: fx.Node) -> bool:
@@ -170,38 +170,38 @@ def _is_channels_first(node: fx.Node) -> bool:
     return _is_image(val) and val.dtype in HALF and not _is_last(val)
 
 
-def _propagated(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
-    """Return the values of all nodes in the new layout, and the copies that it needs: the source,
-    the layout of its copy, and who reads that."""
+def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
+    """Return the fake tensors of all nodes in the new layout, and the copies that it needs: the
+    source, the layout of its copy, and the node that reads it."""
     vals: dict[fx.Node, Any] = {}
     copies: list[tuple[fx.Node, Any, fx.Node]] = []
     mode = _mode_of(graph)
     for node in graph.nodes:
         vals[node] = val_of(node)
         if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
-            moved = [n for n in node.all_input_nodes if _is_moved(val_of(n), vals[n])]
+            moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
             copies += [(source, _layout_of(val_of(source)), node) for source in moved]
         elif node.op == "call_function":
-            vals[node] = _computed(node, vals, copies, mode)
+            vals[node] = _compute(node, vals, copies, mode)
     return vals, copies
 
 
-def _computed(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
+def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
     """Return the value of a node whose inputs have these values."""
     source: Any = node.args[0] if node.args else None
-    if node.target is aten.as_strided.default and _is_moved(val_of(source), vals[source]):
+    if node.target is aten.as_strided.default and _has_new_strides(val_of(source), vals[source]):
         raise _KeepsLayout(str(node.target))
-    given: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
+    arguments: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
     named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
     run: Any = node.target
     with mode:
         if _is_channels_first(node):
             for place in (0, 1):
-                if not _is_last(given[place]):
-                    given[place] = given[place].clone(memory_format=CHANNELS_LAST)
+                if not _is_last(arguments[place]):
+                    arguments[place] = arguments[place].clone(memory_format=CHANNELS_LAST)
                     copies.append((node.args[place], CHANNELS_LAST, node))
-        val = run(*given, **named)
-        if run is aten.convolution_backward.default and _is_last(given[1]):
+        val = run(*arguments, **named)
+        if run is aten.convolution_backward.default and _is_last(arguments[1]):
             # Both gradients are channels last, too, which fake ones do not say.
             val = tuple(
                 g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
@@ -225,9 +225,9 @@ def _layout_of(val: Tensor) -> torch.memory_format:
     raise _KeepsLayout("strides that are neither channels last nor first")
 
 
-def _is_moved(before: Any, after: Any) -> bool:
+def _has_new_strides(before: Any, after: Any) -> bool:
     if isinstance(before, (list, tuple)):
-        return any(map(_is_moved, before, after))
+        return any(map(_has_new_strides, before, after))
     return isinstance(before, Tensor) and before.stride() != after.stride()
 
 
@@ -241,31 +241,31 @@ def _last_of_inputs(node: fx.Node) -> fx.Node:
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
 
 
-def _copied(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
-    """Return a new node behind `source`, which lies as `val`: its copy that lies as `like`, or next
-    to that where `like` is not dense, for `reader`."""
+def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
+    """Return a new node behind `source`, for `reader`: a copy of `val` with the strides of `like`,
+    or in their order where `like` is not dense."""
     graph = source.graph
     for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
         if layout is not None and like.is_contiguous(memory_format=layout):
-            with _behind(source, reader):
+            with _inserting_behind(source, reader):
                 return _copy(graph, source, val, layout, reader)
     steps = [s if isinstance(s, int) else s.node.hint or 0 for s in like.stride()]
     order = sorted(range(val.dim()), key=steps.__getitem__, reverse=True)
-    permuted = _permuted(source, val, order, reader)
-    with _behind(permuted, reader):
+    permuted = _permute(source, val, order, reader)
+    with _inserting_behind(permuted, reader):
         copy = _copy(graph, permuted, val_of(permuted), torch.contiguous_format, reader)
-    return _permuted(copy, val_of(copy), [order.index(axis) for axis in range(val.dim())], reader)
+    return _permute(copy, val_of(copy), [order.index(axis) for axis in range(val.dim())], reader)
 
 
-def _behind(source: fx.Node, reader: fx.Node) -> Any:
-    """Return a context that puts nodes behind `source`; a tangent's are of the backward pass."""
+def _inserting_behind(source: fx.Node, reader: fx.Node) -> Any:
+    """Return a context that places nodes behind `source`; a tangent's are of the backward pass."""
     if source.op == "placeholder" and "tangents" in str(source.target):
         return source.graph.inserting_before(reader)
     return source.graph.inserting_after(_last_of_inputs(source))
 
 
-def _permuted(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:
-    with _behind(node, reader):
+def _permute(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:
+    with _inserting_behind(node, reader):
         new = node.graph.call_function(aten.permute.default, (node, list(order)))
     with val.fake_mode:
         new.meta = node.meta | {"val": val.permute(order)}

@@ -1,7 +1,7 @@
-"""Matches of a graph: found first, then chosen for in one call, then replaced.
+"""Matches of a graph: all are found first, then chosen for in one call, then replaced.
 
-A *match* is what one operator may replace; what is not replaced runs as PyTorch runs it. Lines and
-volumes are computed in the layout that is predicted to take less time with the copies that it
+A *match* is a set of nodes that one operator may replace; PyTorch runs the others. Lines and
+volumes are computed in the layout that is predicted to take less time, with the copies that it
 needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
 """
 
@@ -36,10 +36,10 @@ class Match(NamedTuple):
     """Nodes of a graph that one operator a direction may compute.
 
     Attributes:
-        sites: what is chosen for.
-        replace: puts the operators in place of the nodes, where the choices say so.
-        reads, writes: nodes of the lines or volumes that are read, with the input of the layer
-            last, and computed; none of images.
+        sites: the layer's directions, each with a problem to choose for.
+        replace: replaces the nodes by operators, where the choices are confpred kernels.
+        reads, writes: nodes of lines or volumes that the layer reads, its input last, and
+            computes; empty for images.
     """
 
     sites: list[Site]
@@ -72,10 +72,10 @@ class Layouts:
     """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
 
     def __init__(self) -> None:
-        self._there: set[tuple[fx.Node, str]] = set()  # what is read and computed, by then
+        self._there: set[tuple[fx.Node, str]] = set()  # nodes that exist in a layout so far
 
     def settle(self, match: Match, choices: Choices) -> None:
-        """Let the sites of `match` have their problem in the layout that takes less time."""
+        """Set the problems of `match` to the layout that is predicted to take less time."""
         sites = match.sites
         if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return
@@ -85,26 +85,26 @@ class Layouts:
         of_own, of_other = costs[own], costs[other]
         best = own
         if of_own is not None and of_other is not None and of_other < of_own:
-            best = other if any(_is_ours(choices[s.by_layout[other]]) for s in sites) else own
+            best = other if any(_runs_kernel(choices[s.by_layout[other]]) for s in sites) else own
         for site in sites:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
-        if any(site.is_ours for site in sites):
+        if any(site.is_lowered for site in sites):
             there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
             there += [(node, best) for node in (*match.reads, *match.writes)]
             self._there.update(there)
 
     def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
-        """Return the predicted milliseconds of `match` in a layout; None where nobody knows."""
+        """Return the predicted milliseconds of `match` in a layout; None if no model has them."""
         total, bandwidth = 0.0, 0.0
         for site in match.sites:
-            each = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
-            choice = each[0]
+            options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
+            choice = options[0]
             if choice is None:
                 return None
-            known = [c.pytorch_ms for c in each if c is not None and c.pytorch_ms is not None]
-            theirs = known[0] if known else None
-            ms = choice.predicted_ms if _is_ours(choice) else theirs
+            times = [c.pytorch_ms for c in options if c is not None and c.pytorch_ms is not None]
+            pytorch_ms = times[0] if times else None
+            ms = choice.predicted_ms if _runs_kernel(choice) else pytorch_ms
             if ms is None:
                 return None
             total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s
@@ -121,7 +121,7 @@ class Layouts:
         return total
 
     def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
-        """Return whether `node` is expected in a layout: its own, or that of what it follows."""
+        """Return whether `node` is expected in a layout: its own, or that of its source."""
         if any((node, name) in self._there for name in LAYOUTS):
             return (node, layout) in self._there
         if _is_pointwise(node) and depth < _FARTHEST:
@@ -144,7 +144,7 @@ class Layouts:
         )
 
 
-def _is_ours(choice: Choice | None) -> bool:
+def _runs_kernel(choice: Choice | None) -> bool:
     return choice is not None and choosing.why_pytorch(choice) is None
 
 

@@ -1,4 +1,4 @@
-"""Norms of captured graphs, each with what follows it: what confpred's operators may compute.
+"""Norms of captured graphs, each with its epilogue: the layers that confpred's operators compute.
 
     norm -> [+ residual] -> [activation], and the gradient of that
 
@@ -8,9 +8,9 @@
     layer norm        native_layer_norm of one dimension
     RMS norm          _fused_rms_norm of one dimension
 
-Autocast has most of them in float32: the conversions before and behind become part of the operator,
-where nothing else reads the result, or adds to the gradient, in float32. Copies into channels first
-do, too, which PyTorch's group and instance norms want.
+Autocast computes most of them in float32. The conversions before and behind become part of the
+operator, unless something else reads the result, or adds to the gradient, in float32. So do the
+copies into channels first that PyTorch's group and instance norms need.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ Place = tuple[fx.Node, int]  # an argument of a node: another one once chains be
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A norm of a graph with what becomes part of its operators.
+    """A norm of a graph with the nodes that its operators replace.
 
     Attributes:
-        chain: the norm and what follows it.
-        problems: of each direction; None where there is none.
-        inputs: the input, weight and bias, and a batch norm's running mean and variance; None for
-            one that is not there.
-        scalars: numbers that the forward operator takes.
-        ends: nodes that its first result replaces.
-        scale: a factor and a term of each sample and channel, which follow the norm.
-        hands: nodes that hand the gradient before the activation on to the norm's own gradient,
-            which is the last; none where there is no backward pass.
-        grad: the output's gradient.
-        grads: nodes that gradients of the input, weight and bias replace.
+        chain: the norm and its epilogue.
+        problems: one a direction, forward first; None where no record describes it.
+        inputs: places of input, weight and bias, and of a batch norm's running mean and variance;
+            None for an absent one.
+        scalars: numbers among the arguments of the forward operator.
+        ends: nodes that the first result of the forward operator replaces.
+        scale: places of an adaptive norm's factor and term for each sample and channel, or empty.
+        grad_path: nodes from the gradient behind the activation to the norm's own gradient, the
+            last; empty without a backward pass.
+        grad: place of the output's gradient; None without a backward pass.
+        grads: nodes that the gradients of input, weight and bias replace, by place.
     """
 
     chain: Chain
@@ -77,7 +77,7 @@ class Layer:
     scalars: tuple[Any, ...]
     ends: Sequence[fx.Node]
     scale: Sequence[Place] = ()
-    hands: Sequence[fx.Node] = ()
+    grad_path: Sequence[fx.Node] = ()
     grad: Place | None = None
     grads: Mapping[int, Sequence[fx.Node]] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Layer:
     def norm(self) -> Any:
         return self.chain.norm
 
-    def given(self) -> list[Any]:
+    def nodes(self) -> list[Any]:
         """Return the nodes of `inputs`."""
         return [None if place is None else node_at(place) for place in self.inputs]
 
@@ -94,22 +94,22 @@ class Layer:
         chain, name = self.chain, sites.name_of(self.norm)
         fused = ["scale"] * bool(self.scale) + ["add"] * (chain.sum is not None)
         fused += [chain.activation] * (chain.activation != "none")
-        more: Any = {"fused": tuple(fused), "sizes": tuple(sites.sizes_of(val_of(self.given()[0])))}
-        each = zip(_DIRECTIONS, self.problems, strict=False)
-        return [sites.Site(name, direction, problem, **more) for direction, problem in each]
+        more: Any = {"fused": tuple(fused), "sizes": tuple(sites.sizes_of(val_of(self.nodes()[0])))}
+        pairs = zip(_DIRECTIONS, self.problems, strict=False)
+        return [sites.Site(name, direction, problem, **more) for direction, problem in pairs]
 
     def position(self) -> fx.Node | None:
         """Return the node before which the operator is to stand: the first one that needs a running
         statistic, the last of the chain at the latest. None where an input is not there by then."""
-        inputs = [x for x in (*self.given(), self.chain.residual) if isinstance(x, fx.Node)]
+        inputs = [x for x in (*self.nodes(), self.chain.residual) if isinstance(x, fx.Node)]
         statistics = [item for item in self.norm.users if item.args[1] and self.inputs[3:]]
         first = min([self.chain.last, *(user for node in statistics for user in node.users)])
         return first if max(inputs) < first else None
 
 
-def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
-    """Return what tells whether a node of a graph is channels last; if it `has_groups`, or will be
-    once confpred computes the norms of groups before it."""
+def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
+    """Return a function that tells whether a node of a graph is channels last; if `has_groups`, or
+    will be once confpred computes the group norms before it."""
     expected: set[fx.Node] = set()
 
     def lies(node: fx.Node) -> bool:
@@ -118,7 +118,7 @@ def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
 
     for node in graph.nodes if has_groups else ():
         if str(node.target) in _GROUP_NORMS and "normalized_shape" not in _named(node):
-            if lies(_first(_hands_of_input(node)[0])):
+            if lies(_first(_input_path(node)[0])):
                 items = [item for item in node.users if item.args[1] == 0]
                 expected.update(items, *(item.users for item in items if _is_instance(node)))
         elif node.target in _FOLLOWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -129,11 +129,11 @@ def lies_last(graph: fx.Graph, has_groups: bool) -> Lies:
     return lies
 
 
-def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
-    """Return the batch norm whose gradient `backward` is; None if kernels cannot compute both.
-    `claimed` are nodes of others; `lies` is as `lies_last` returns it."""
-    given: Any = backward.args
-    grad, x, weight, _, _, mean, _, training, _, mask = given
+def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
+    """Return the batch norm with the gradient `backward`; None if kernels cannot compute both.
+    `claimed` are nodes of other layers; `lies` is the function of `make_layout_test`."""
+    arguments: Any = backward.args
+    grad, x, weight, _, _, mean, _, training, _, mask = arguments
     norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
     if norm is None or norm.target not in (BATCH_NORM_FORWARD, following.FIXED_NORM):
         return None
@@ -164,40 +164,40 @@ def batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer
         ]  # fmt: skip
         inputs = [None if norm.args[place] is None else (norm, place) for place in range(5)]
         return Layer(
-            chain, problems, inputs, norm.args[-2:], [chain.last], hands=[backward],
+            chain, problems, inputs, norm.args[-2:], [chain.last], grad_path=[backward],
             grad=(chain.gradient or backward, 0),
             grads={item.args[1]: [item] for item in backward.users},
         )  # fmt: skip
 
     plain = Chain((norm, items[0]), norm)
-    add = partial(_sum_after, images[0].dtype, lies, True)
-    patterns = (add, partial(_activation_after, [backward]))
+    add = partial(_take_sum, images[0].dtype, lies, True)
+    patterns = (add, partial(_take_activation, [backward]))
     whole = layer(following.follow(plain, patterns, claimed))
     return layer(plain) if whole.position() is None else whole
 
 
-def group_norm(
+def match_group_norm(
     norm: Any, backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
-    """Return the norm of groups whose gradient `backward` is, if there is one; None if kernels
-    cannot compute it. `claimed` and `lies` are as of `batch_norm`."""
+    """Return the norm of groups with the gradient `backward`, if there is one; None if kernels
+    cannot compute it. `claimed` and `lies` are as in `match_batch_norm`."""
     if str(getattr(norm, "target", "")) not in _GROUP_NORMS:
         return None
     items = {item.args[1]: item for item in norm.users}
     readers = {reader for place, item in items.items() if place for reader in readers_of(item)}
     if 0 not in items or len(items) < len(norm.users) or readers != {backward} - {None}:
         return None
-    given, again = _named(norm), _named(norm if backward is None else backward)
-    if any(given.get(name) is not again.get(name) for name in ("input", "weight")):
+    arguments, back_arguments = _named(norm), _named(norm if backward is None else backward)
+    if any(arguments.get(name) is not back_arguments.get(name) for name in ("input", "weight")):
         return None
-    nodes, hands = [norm, items[0]], _hands_of_input(norm)
+    nodes, path = [norm, items[0]], _input_path(norm)
     if _is_instance(norm):
         views = readers_of(items[0])
         if len(views) != 1 or any(node.target not in _VIEWS for node in (norm.args[0], *views)):
             return None
         nodes += views
-    for start in range(len(hands)):
-        layer = _reading(Chain(tuple(nodes), norm), hands[start:], backward, claimed, lies)
+    for start in range(len(path)):
+        layer = _match_group_norm(Chain(tuple(nodes), norm), path[start:], backward, claimed, lies)
         if layer is not None:
             return layer
     return None
@@ -207,53 +207,52 @@ def _is_instance(norm: fx.Node) -> bool:
     return norm.target is _INSTANCE_NORM
 
 
-def _hands_of_input(norm: Any) -> list[Any]:
-    """Return the nodes that hand the input on to a norm, up to the view of an instance norm."""
+def _input_path(norm: Any) -> list[Any]:
+    """Return the nodes from the input to a norm, up to the view of an instance norm."""
     has_view = _is_instance(norm) and _first(norm).target in _VIEWS
-    return _hands(_first(norm) if has_view else norm)
+    return _path_to(_first(norm) if has_view else norm)
 
 
-def _hands(
+def _path_to(
     last: Any, dtype: torch.dtype | None = None, views: Collection[Any] = ()
 ) -> list[Any]:  # fmt: skip
-    """Return `last` behind the copies, as of `_is_copy`, and the `views` that hand a tensor on to
-    it."""
-    hands = [last]
-    while _is_copy(_first(hands[0]), dtype) or _first(hands[0]).target in views:
-        hands.insert(0, _first(hands[0]))
-    return hands
+    """Return the path to `last`: the copies (`_is_copy`) and `views` before it, and `last`."""
+    path = [last]
+    while _is_copy(_first(path[0]), dtype) or _first(path[0]).target in views:
+        path.insert(0, _first(path[0]))
+    return path
 
 
-def _reading(
-    chain: Chain, hands: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
+def _match_group_norm(
+    chain: Chain, path: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
-    """Return the norm of groups at the start of `chain`, if confpred's operator can read what the
-    first of `hands` reads."""
+    """Return the norm of groups at the start of `chain`, if confpred's operator can read the input
+    of the first of `path`."""
     norm: Any = chain.norm
-    x, eps = val_of(_first(hands[0])), _named(norm)["eps"]
-    inputs = [(hands[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
+    x, eps = val_of(_first(path[0])), _named(norm)["eps"]
+    inputs = [(path[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
     weights = [val_of(node_at(place)) for place in inputs[1:] if place is not None]
     if not all(isinstance(t, Tensor) for t in (x, *weights)):
         return None  # nothing is known of a constant
     dtypes = {t.dtype for t in weights}
-    sizes = _sizes(norm, _first(hands[0]), lies) if x.dtype in DTYPES else None
+    sizes = _sizes(norm, _first(path[0]), lies) if x.dtype in DTYPES else None
     if (
         sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
         or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
         or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
-        or (backward is not None and _is_copy(hands[0]) and _may_be_written(_first(hands[0])))
+        or (backward is not None and _is_copy(path[0]) and _may_be_written(_first(path[0])))
     ):  # fmt: skip
         return None
-    chain = following.follow(chain, [partial(_conversion_after, x.dtype)], claimed)
+    chain = following.follow(chain, [partial(_take_conversion, x.dtype)], claimed)
     scale: Sequence[Place] = ()
     if backward is None and sizes[1] > 1:
-        chain, scale, weights = _scale_after(chain, x, weights, claimed)
+        chain, scale, weights = _take_scale(chain, x, weights, claimed)
     views = _VIEWS if _is_instance(norm) else ()
-    back = [] if backward is None else _hands(backward, x.dtype, views)
+    back = [] if backward is None else _path_to(backward, x.dtype, views)
     is_row = lambda node: val_of(node).is_contiguous()  # noqa: E731
-    add = partial(_sum_after, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
-    chain = following.follow(chain, [add, partial(_activation_after, back)], claimed)
-    ends = converted(chain.last, x.dtype, chain.gradient)
+    add = partial(_take_sum, x.dtype, lies if sizes[1] > 1 else is_row, bool(back))
+    chain = following.follow(chain, [add, partial(_take_activation, back)], claimed)
+    ends = find_conversions(chain.last, x.dtype, chain.gradient)
     grad = _grad_of(chain, back, x.dtype) if back else None
     grads = _grads_of(backward, (x, *weights)) if back else {}
     if not ends or grads is None or (grad is None and back):
@@ -271,44 +270,44 @@ def _reading(
 def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
     """Return samples, pixels, channels and groups of a norm of groups that reads `node`; None if
     kernels cannot read it as it lies."""
-    given, x = _named(norm), val_of(node)
+    arguments, x = _named(norm), val_of(node)
     sizes = sites.sizes_of(x)
     if None in sizes:
         return None
-    if "normalized_shape" in given:
-        is_row = len(given["normalized_shape"]) == 1 and x.is_contiguous()
+    if "normalized_shape" in arguments:
+        is_row = len(arguments["normalized_shape"]) == 1 and x.is_contiguous()
         return (prod(sizes[:-1]), 1, sizes[-1], 1) if is_row else None
     n, c, *pixels = sizes
     if not (lies(node) if pixels else x.is_contiguous()):
         return None
     if not _is_instance(norm):
-        return n, prod(pixels), c, given["group"]
+        return n, prod(pixels), c, arguments["group"]
     view = sites.sizes_of(val_of(norm.args[0]))
     return (n, prod(pixels), c, c) if view == [1, n * c, *pixels] else None
 
 
 def _parameter(norm: fx.Node, name: str) -> Place | None:
-    """Return the position of a weight or bias, which instance norm repeats for every sample."""
-    given = _named(norm)
-    node = given.get(name)
+    """Return the place of a weight or bias, which instance norm repeats for every sample."""
+    arguments = _named(norm)
+    node = arguments.get(name)
     if node is None:
         return None
     is_repeated = _is_instance(norm) and node.target is aten.repeat.default
-    return (node, 0) if is_repeated else (norm, list(given).index(name))
+    return (node, 0) if is_repeated else (norm, list(arguments).index(name))
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
-    """Return the position of the output's gradient; None where the operator cannot compute from
-    it all that nodes read."""
+    """Return the place of the output's gradient; None where nodes read a gradient in between that
+    the operator does not return."""
     inner = chain.gradient
-    reader = back[0] if inner is None else _hands(inner, dtype)[0]
-    reads_others = inner is not None and converted(inner, dtype, back[0]) is None
+    reader = back[0] if inner is None else _path_to(inner, dtype)[0]
+    reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
     return None if reads_others or val_of(_first(reader)).dtype is not dtype else (reader, 0)
 
 
 def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
-    """Return the nodes of the gradients of input, weight and bias, by index; None where the
-    operator's cannot replace them."""
+    """Return the nodes of the gradients of input, weight and bias, by place; None where the
+    operator's gradients cannot replace them."""
     grads: dict[int, Sequence[fx.Node]] = {}
     if not _named(backward)["output_mask"][0]:
         return None
@@ -320,18 +319,18 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
             nodes = [node for node in readers_of(item) if node.target in _VIEWS]
             if place and nodes:
                 nodes = [n for n in readers_of(nodes[0]) if n.target is aten.sum.dim_IntList]
-        found = converted(nodes[0], like.dtype) if len(nodes) == 1 else None
-        if found is None or val_of(nodes[0]).shape != like.shape:
+        ends = find_conversions(nodes[0], like.dtype) if len(nodes) == 1 else None
+        if ends is None or val_of(nodes[0]).shape != like.shape:
             return None
-        grads[place] = found
+        grads[place] = ends
     return grads
 
 
-def _scale_after(
+def _take_scale(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
-    """Take a factor and a term of each sample and channel, as adaptive norms have them; return the
-    chain, their positions, and the weights that they become with those that there are."""
+    """Take an adaptive norm's factor and term for each sample and channel; return the chain, their
+    places, and the shapes of the weights that they and the norm's own combine to."""
     nodes: list[fx.Node] = []
     places: list[Place] = []
     dtypes: set[torch.dtype] = set()
@@ -356,25 +355,25 @@ def _scale_after(
     return replace(chain, nodes=(*chain.nodes, *nodes)), places, made * 2
 
 
-def _conversion_after(dtype: torch.dtype, chain: Chain) -> Chain:
-    """Take a conversion to `dtype`, which all else follows."""
+def _take_conversion(dtype: torch.dtype, chain: Chain) -> Chain:
+    """Take a conversion to `dtype`, if it is the only reader."""
     readers = readers_of(chain.last)
     if val_of(chain.last).dtype is dtype or len(readers) != 1:
         return chain
-    found = converted(chain.last, dtype)
-    return replace(chain, nodes=(*chain.nodes, *found)) if found else chain
+    conversions = find_conversions(chain.last, dtype)
+    return replace(chain, nodes=(*chain.nodes, *conversions)) if conversions else chain
 
 
-def _sum_after(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
-    """Take a sum with a residual that lies as kernels read it in both directions."""
-    longer = following.sum_after(chain, dtype)
+def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
+    """Take a sum with a residual whose layout kernels read in both directions."""
+    longer = following.take_sum(chain, dtype)
     other = longer.residual
     is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
     return longer if is_taken else chain
 
 
 def _may_be_written(node: fx.Node) -> bool:
-    """Return whether the caller may write to a tensor before the backward pass reads it, which
+    """Return whether the caller may write to a tensor that confpred's backward pass reads and
     PyTorch's does not: a result, or an input that nothing else reads."""
 
     def is_result(node: fx.Node) -> bool:
@@ -385,26 +384,26 @@ def _may_be_written(node: fx.Node) -> bool:
     return is_result(node) or (node.op == "placeholder" and len(node.users) == 1)
 
 
-def _activation_after(back: Sequence[fx.Node], chain: Chain) -> Chain:
-    """Take an activation, in a joint graph one whose gradient the first of `back` alone reads, and
-    the residual's."""
+def _take_activation(back: Sequence[fx.Node], chain: Chain) -> Chain:
+    """Take an activation; in a joint graph, one whose gradient only the first of `back`, and the
+    residual's gradient, read."""
     if not back:
-        return following.activation_after(chain)
+        return following.take_activation(chain)
     grad = _first(back[0])
     if chain.sum is None and grad.users.keys() != {back[0]}:
         return chain
-    return following.activation_after(chain, grad)
+    return following.take_activation(chain, grad)
 
 
 def norm_of(backward: fx.Node) -> Any:
     """Return the norm whose statistics `backward` reads."""
-    given = _named(backward)
-    item = source_of(given.get("rstd", given.get("save_invstd")))
+    arguments = _named(backward)
+    item = source_of(arguments.get("rstd", arguments.get("save_invstd")))
     is_item = isinstance(item, fx.Node) and item.target is operator.getitem
     return item.args[0] if is_item else None
 
 
-def converted(
+def find_conversions(
     node: fx.Node, dtype: torch.dtype, but: fx.Node | None = None
 ) -> list[fx.Node] | None:
     """Return `node` if it has a dtype, else the conversions to it; None where something else, `but`

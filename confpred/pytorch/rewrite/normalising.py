@@ -1,8 +1,8 @@
-"""Norms: each, with what follows it, becomes one operator a direction.
+"""Norms: each, with its epilogue, becomes one operator a direction.
 
 Both directions of a norm are replaced together, where that is predicted to save GPU time
-(`norm_layers` says which there are). Results of confpred's operators lie as what they read. Nodes
-keep the values of the capture, by which `layouts.keep_strides` finds what lies otherwise now.
+(`norm_layers` finds them). Results of confpred's operators have the layout of their inputs. Nodes
+keep the fake tensors of the capture, so that `layouts.keep_strides` finds results with new strides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
-from confpred.pytorch.rewrite.norm_layers import Layer, converted, node_at
+from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
 from confpred.pytorch.rewrite.passes import result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 
-aten, ours = torch.ops.aten, torch.ops.confpred
+aten, confpred = torch.ops.aten, torch.ops.confpred
 
 
-def serve_norms(
-    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], found: list[sites.Site]
+def lower_norms(
+    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
 ) -> None:
-    """Let confpred compute norms of a graph, in place, where that is predicted to be faster than
-    PyTorch's operators, in both directions together; add the sites of each to `found`.
-    `operations` are those that are chosen for."""
+    """Replace norms of a graph by confpred's operators in place, where these are predicted to be
+    faster in both directions together; add the sites of all norms to `layers`. `operations` are
+    names of the operations to choose for."""
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
     matches: list[Match] = []
@@ -46,43 +46,43 @@ def serve_norms(
             matches.append(Match(both, partial(_replace, layer, both, numbers)))
 
     groups = NORM.name in operations
-    lies = norm_layers.lies_last(graph, groups)
+    lies = norm_layers.make_layout_test(graph, groups)
     for node in graph.nodes:
         if node.target is norm_layers.BATCH_NORM_BACKWARD and BATCH_NORM.name in operations:
-            take(norm_layers.batch_norm(node, claimed, lies))
+            take(norm_layers.match_batch_norm(node, claimed, lies))
         if str(node.target) in norm_layers.GRADIENTS and groups:
-            take(norm_layers.group_norm(norm_layers.norm_of(node), node, claimed, lies))
+            take(norm_layers.match_group_norm(norm_layers.norm_of(node), node, claimed, lies))
     # The later one of two norms that are summed takes the sum: the other's is there by then.
     for node in reversed(graph.nodes):
         if groups and node not in claimed:
-            take(norm_layers.group_norm(node, None, claimed, lies))
-    found += choose_and_replace(graph, matches, choose)
+            take(norm_layers.match_group_norm(node, None, claimed, lies))
+    layers += choose_and_replace(graph, matches, choose)
 
 
 def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
-    """Put an operator a direction in place of a norm with what follows it; `made` are the
-    tensors of numbers that the graph has."""
+    """Replace a norm and its epilogue by an operator a direction; `made` caches the graph's tensors
+    of numbers."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
         for site, choice in zip(both, choices, strict=False):
-            theirs = choice.pytorch_ms
-            site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=theirs)
+            ms = choice.pytorch_ms
+            site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=ms)
         return
-    norm, chain, back = layer.norm, layer.chain, layer.hands
+    norm, chain, back = layer.norm, layer.chain, layer.grad_path
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM
-    x, weight, bias, *running = layer.given()
+    x, weight, bias, *running = layer.nodes()
     texts = [Assignment.of(choice).text() for choice in choices]
-    forward, backward = (ours.norm.default, ours.norm_backward.default)
+    forward, backward = (confpred.norm.default, confpred.norm_backward.default)
     if running:
-        forward, backward = (ours.batch_norm.default, ours.batch_norm_backward.default)
+        forward, backward = (confpred.batch_norm.default, confpred.batch_norm_backward.default)
     like, residual = val_of(x).new_empty(0, dtype=torch.float32), chain.residual
     held = layer.scalars[-1:] if frozen else layer.scalars[::-1]
-    numbers = [_number(value, like, graph, made) for value in held]
+    numbers = [_add_number(value, like, graph, made) for value in held]
     with graph.inserting_before(layer.position()):
         if layer.scale:
-            weight, bias = _scaled(layer, norm.meta)
-        given = (x, weight, bias, residual, *running, numbers, *layer.scalars, texts[0])
-        new = _called(graph, forward, given, norm.meta)
+            weight, bias = _add_scale(layer, norm.meta)
+        operands = (x, weight, bias, residual, *running, numbers, *layer.scalars, texts[0])
+        new = _insert(graph, forward, operands, norm.meta)
     new.meta["val"] = [val_of(layer.ends[0]), *val_of(new)[1:]]
     results = [result_of(new, place) for place in range(len(val_of(new)))]
     for item in [item for item in norm.users if running and item.args[1]]:
@@ -96,8 +96,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     statistics = running if frozen else results[1:3]
     more = (numbers if frozen else [], layer.scalars[-1]) if running else ()
     with graph.inserting_before(inner):
-        given = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
-        put = _called(graph, backward, given, back[-1].meta)
+        operands = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
+        put = _insert(graph, backward, operands, back[-1].meta)
     values = val_of(put)
     for end in layer.grads.get(0, ())[:1]:
         values[0] = val_of(end)
@@ -108,31 +108,31 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
             node.replace_all_uses_with(result_of(put, place))
     if residual is not None:
         result = result_of(put, 3)
-        for node in converted(inner, val_of(x).dtype, back[0]) or ():
+        for node in find_conversions(inner, val_of(x).dtype, back[0]) or ():
             node.replace_all_uses_with(result, lambda user: user is not back[0])
 
 
-def _scaled(layer: Layer, meta: Any) -> list[fx.Node]:
+def _add_scale(layer: Layer, meta: Any) -> list[fx.Node]:
     """Return new nodes of the weight and bias of each sample and channel."""
-    graph, (_, weight, bias, *_) = layer.norm.graph, layer.given()
-    channels = val_of(layer.given()[0]).shape[1]
+    graph, (_, weight, bias, *_) = layer.norm.graph, layer.nodes()
+    channels = val_of(layer.nodes()[0]).shape[1]
 
     def flat(place: Any) -> fx.Node:
-        return _called(graph, aten.reshape.default, (node_at(place), [-1, channels]), meta)
+        return _insert(graph, aten.reshape.default, (node_at(place), [-1, channels]), meta)
 
     factor, term = map(flat, layer.scale)
     if weight is None:
         return [factor, term]
-    scaled = [_called(graph, aten.mul.Tensor, (factor, vector), meta) for vector in (weight, bias)]
-    return [scaled[0], _called(graph, aten.add.Tensor, (scaled[1], term), meta)]
+    scaled = [_insert(graph, aten.mul.Tensor, (factor, vector), meta) for vector in (weight, bias)]
+    return [scaled[0], _insert(graph, aten.add.Tensor, (scaled[1], term), meta)]
 
 
-def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
+def _add_number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
     """Return the node of a tensor that holds `value` and is `like` another, one for all norms."""
     key = value, like.dtype, like.device
     if key not in made:
-        known = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(known):
+        anchor = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(anchor):
             kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
             made[key] = graph.call_function(aten.full.default, ([1], value), kind)
         made[key].meta["val"] = like.new_empty(1)
@@ -140,14 +140,14 @@ def _number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node])
 
 
 def _gain_ms(*choices: Choice) -> float:
-    """Return the milliseconds that are saved; none where a direction is PyTorch's."""
+    """Return the milliseconds that both directions save; 0 if PyTorch computes one of them."""
     if any(choosing.why_pytorch(choice) is not None for choice in choices):
         return 0.0
     return sum((c.pytorch_ms or 0.0) - (c.predicted_ms or 0.0) for c in choices)
 
 
-def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
-    """Return a new call of `target`, with what is known of another node."""
+def _insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
+    """Return a new call of `target`, with the metadata `meta` of another node."""
     new = graph.call_function(target, args)
     val = target(*fx.map_arg(args, val_of))
     new.meta = meta | {"val": list(val) if isinstance(val, tuple) else val}

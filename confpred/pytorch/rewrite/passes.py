@@ -1,6 +1,6 @@
-"""Passes over any ATen graph of AOTAutograd's, in place.
+"""Passes over ATen graphs of AOTAutograd, in place.
 
-Such graphs are functional, but for copies into mutated inputs at the end.
+Such graphs are functional, except for copies into mutated inputs at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def result_of(node: fx.Node, place: int) -> fx.Node:
-    """Return a new node, behind `node`, of one of its results."""
+    """Return a new node behind `node`: its result number `place`."""
     with node.graph.inserting_after(node):
         item = node.graph.call_function(operator.getitem, (node, place))
     item.meta = node.meta | {"val": val_of(node)[place]}
@@ -89,15 +89,15 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
     """Raise a `RuntimeError` where operands of a convolution have several dtypes, as eager mode
     does; the operator of a captured graph would take them."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        found = [val_of(n).dtype for n in node.args[:3] if isinstance(n, fx.Node)]
-        if len(set(found)) > 1:
-            dtypes = ", ".join(map(str, found))
+        kinds = [val_of(n).dtype for n in node.args[:3] if isinstance(n, fx.Node)]
+        if len(set(kinds)) > 1:
+            dtypes = ", ".join(map(str, kinds))
             raise RuntimeError(f"input, weight and bias should have one dtype, not {dtypes}")
 
 
-def foreign_operator(gm: fx.GraphModule) -> str:
-    """Return an operator of a graph of Dynamo's that may do more than compute, such as print, or
-    wait for other processes; empty if there is none."""
+def find_foreign_operator(gm: fx.GraphModule) -> str:
+    """Return an operator of a graph of Dynamo that may have side effects, such as printing, or
+    waiting for other processes; empty if there is none."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     for target in (node.target for graph in graphs for node in graph.nodes):
         name = str(target)
@@ -109,30 +109,30 @@ def foreign_operator(gm: fx.GraphModule) -> str:
     return ""
 
 
-def views_of_any_layout(graph: fx.Graph) -> None:
-    """Let views copy where tensors lie in memory otherwise than fake ones did at the capture, such
-    as results of a library's convolution in bfloat16, channels last, on a CPU."""
+def let_views_copy(graph: fx.Graph) -> None:
+    """Let views copy where tensors have other strides than the fake ones of the capture, such as
+    results of a library's convolution in bfloat16, channels last, on a CPU."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
 
 
-def gradients_of_silu(graph: fx.Graph) -> None:
+def join_silu_gradients(graph: fx.Graph) -> None:
     """Let one operator compute the gradient of SiLU, which up to PyTorch 2.9 is in a graph as
     ``grad * (s * (x * (1 - s) + 1))`` with ``s = sigmoid(x)``."""
 
     def users(node: fx.Node, target: Any, *arguments: Any) -> list[fx.Node]:
         places = [(i, a) for i, a in enumerate(arguments) if a is not None]
-        found = (u for u in node.users if u.target is target)
-        return [u for u in found if all(u.args[i] is a or u.args[i] == a for i, a in places)]
+        readers = (u for u in node.users if u.target is target)
+        return [u for u in readers if all(u.args[i] is a or u.args[i] == a for i, a in places)]
 
     for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
         x = sigmoid.args[0]
         last = [
             gradient
-            for rest in users(sigmoid, aten.sub.Tensor, None, sigmoid)
-            if getattr(rest.args[0], "target", None) is aten.fill.Scalar
-            for product in users(rest, aten.mul.Tensor, x, rest)
+            for complement in users(sigmoid, aten.sub.Tensor, None, sigmoid)
+            if getattr(complement.args[0], "target", None) is aten.fill.Scalar
+            for product in users(complement, aten.mul.Tensor, x, complement)
             for total in users(product, aten.add.Scalar, product, 1)
             for scaled in users(total, aten.mul.Tensor, sigmoid, total)
             for gradient in users(scaled, aten.mul.Tensor, None, scaled)
@@ -143,7 +143,7 @@ def gradients_of_silu(graph: fx.Graph) -> None:
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Drop copies that serve nothing, such as those of dropout in inference.
+    """Drop redundant copies, such as those of dropout in inference.
 
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.
@@ -182,11 +182,11 @@ def is_alike(a: Any, b: Any) -> bool:
     )  # fmt: skip
 
 
-def batch_norms_as_eager(graph: fx.Graph) -> None:
-    """Let batch norms of training be computed by the library that eager mode would take.
+def restore_eager_batch_norms(graph: fx.Graph) -> None:
+    """Let the library that eager mode would choose compute batch norms in training.
 
-    A capture names PyTorch's own kernels in place of cuDNN's. The operators that replace them
-    here decide as eager mode does, and hand cuDNN's reserve from forward to backward.
+    A capture has operators of PyTorch's own kernels instead of cuDNN's. The operators that replace
+    them here choose as eager mode does, and pass cuDNN's reserve from forward to backward.
     """
     reserves: dict[fx.Node, fx.Node] = {}  # by the node of the saved mean
     for node in list(graph.nodes):
@@ -229,11 +229,11 @@ def update_in_place(graph: fx.Graph) -> None:
             graph.erase_node(write)
             graph.erase_node(value)
             counts.append(home)
-    ours = torch.ops.confpred
-    # The index of the first new statistic among results, and of the first old one among arguments.
+    confpred = torch.ops.confpred
+    # The place of the first new statistic among results, and of the first old one among arguments.
     for functional, in_place, result, argument in (
         (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
-        (ours.batch_norm.default, ours.batch_norm_.default, 3, 4),
+        (confpred.batch_norm.default, confpred.batch_norm_.default, 3, 4),
     ):
         for node in graph.find_nodes(op="call_function", target=functional):
             _update_one(node, in_place, result, argument)
@@ -260,7 +260,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def describe_tensors(graph: fx.Graph) -> None:
-    """Let nodes say that they are tensors as PyTorch's partitioner asks for it up to 2.9."""
+    """Add the metadata by which PyTorch's partitioner recognises tensors up to 2.9."""
     for node in graph.nodes:
         if isinstance(val_of(node), Tensor):
             node.meta.setdefault("tensor_meta", _extract_tensor_metadata(val_of(node)))
@@ -273,13 +273,13 @@ def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
     and results, where there are no parameters, by one after all else. Each is a launch, of a
     microsecond or two where the tensor is small."""
     output, inputs = graph.output_node(), graph.find_nodes(op="placeholder")
-    given = {inputs[i] for i in parameters}
+    parameter_nodes = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target not in CONVERSIONS:
             continue
-        first = node.args[0] in given
-        last = not given and node.users.keys() == {output}
+        first = node.args[0] in parameter_nodes
+        last = not parameter_nodes and node.users.keys() == {output}
         if (first or last) and _only_converts(node):
             source, made = val_of(node.args[0]), val_of(node)
             groups.setdefault((first, source.dtype, made.dtype, made.device), []).append(node)
@@ -325,13 +325,13 @@ def _update_one(norm: fx.Node, in_place: Any, result: int, argument: int) -> Non
     new.meta["val"] = new.meta["val"][:result]
 
 
-def frozen(
+def freeze(
     gm: fx.GraphModule,
     static: Sequence[int],
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
-    """Return a function that computes at its first call what depends on static inputs alone, keeps
-    the results, and runs the remaining graph, as `compile` returns it, with them at every call."""
+    """Return a function that computes once the nodes that depend on static inputs alone. Each call
+    runs the other nodes, compiled by `compile`, on these kept results."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if written_by(node) for n in node.all_input_nodes}
@@ -358,21 +358,21 @@ def frozen(
     once = fx.GraphModule(gm, first)
     for node in reversed(results):  # each goes before the ones that are there
         with graph.inserting_after(inputs[-1]):
-            given = graph.placeholder(f"frozen_{node.name}")
-        given.meta = dict(node.meta)
-        node.replace_all_uses_with(given)
+            placeholder = graph.placeholder(f"frozen_{node.name}")
+        placeholder.meta = dict(node.meta)
+        node.replace_all_uses_with(placeholder)
     graph.eliminate_dead_code()
     more = range(len(inputs), len(inputs) + len(results))
     run = compile(gm, [*static, *more])
     kept: list[Any] = []
     lock = threading.Lock()
 
-    def call(given: list[Any]) -> Any:
+    def call(arguments: list[Any]) -> Any:
         with lock:
             if not kept:
-                kept.extend(once(*given))
-        both = [*given, *kept]
-        given.clear()
+                kept.extend(once(*arguments))
+        both = [*arguments, *kept]
+        arguments.clear()
         return run(both)
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -380,7 +380,7 @@ def frozen(
 
 
 def _return_copies(graph: fx.Graph, fixed: set[fx.Node]) -> None:
-    """Let `graph` return copies of what is kept, as its caller may write to them."""
+    """Let `graph` return copies of kept results, as its caller may write to them."""
     output = graph.output_node()
     for node in output.all_input_nodes:
         if node in fixed and node.op != "placeholder":

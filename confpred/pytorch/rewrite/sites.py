@@ -33,12 +33,12 @@ class Site:
         name: of the layer, as the network calls it; empty where it is not known.
         direction: ``fprop``, ``dgrad`` or ``wgrad``; ``norm`` for a batch norm of
             inference that follows no convolution, else its direction.
-        problem: what is computed; None where no confpred kernel is made for it.
-        why: why no kernel is, in words; None where there is a problem.
-        choice: what was chosen; None where nothing is known.
-        fused: operators that became one with it, such as ``("norm", "relu")``.
-        by_layout: of a line or volume, its problem in each layout.
-        sizes: of the input of a norm.
+        problem: the problem to choose for; None if confpred has no kernels for it.
+        why: why there is no problem, in words; None where there is one.
+        choice: the predictor's choice for the problem; None without a choice.
+        fused: operators that are fused into it, such as ``("norm", "relu")``.
+        by_layout: a line's or volume's problem in each layout; empty for others.
+        sizes: input sizes of a norm; empty for others.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Site:
     sizes: tuple[Any, ...] = ()
 
     @property
-    def is_ours(self) -> bool:
-        """Whether a confpred kernel, or a chosen plan of a library, computes it."""
+    def is_lowered(self) -> bool:
+        """Whether a confpred kernel, or a chosen library plan, computes it."""
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
     @property
     def reason(self) -> str:
-        """Why PyTorch's operators compute it, in words; nothing where a confpred kernel does."""
+        """Why PyTorch's operators compute it, in words; empty where a confpred kernel does."""
         if self.choice is None:
             return self.why or "no model for this device"
         return choosing.why_pytorch(self.choice) or ""
@@ -68,11 +68,11 @@ class Causal(NamedTuple):
 
     Attributes:
         node: the convolution, or its backward.
-        padding: of the problem, on both sides.
-        cut: as of `ConvNd`.
-        pad: what pads the input of the layer on the left; None where the result is cut.
-        last: the node of the layer's result, of a forward pass.
-        unpadded: nodes of the gradient of `x`, of a backward pass.
+        padding: the problem's padding on both sides.
+        cut: outputs left out at the end, as in `ConvNd`.
+        pad: the node that pads the layer's input on the left; None where the result is cut.
+        last: the node of the layer's result, in a forward pass.
+        unpadded: nodes of the gradient of `x`, in a backward pass.
     """
 
     node: fx.Node
@@ -84,32 +84,32 @@ class Causal(NamedTuple):
 
     @property
     def x(self) -> fx.Node:
-        """The input of the layer, without a padding; another one once its own chain is replaced."""
+        """The input of the layer before padding; read anew, as rewriting replaces nodes."""
         source: Any = arguments_of(self.node) if self.pad is None else self.pad.args
         return source[0]  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> fx.Node:
-        """The gradient of the layer's result, of a backward pass."""
+        """The gradient of the layer's result, in a backward pass."""
         grad: Any = self.node.args[0]
         of_slice = self.pad is None
         return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
 
     def geometry(self) -> Geometry | None:
-        """Return what `geometry_of` returns, of the problem."""
-        found = geometry_of(self.node)
-        return found and (found[0], (self.padding,), *found[2:])
+        """Return the problem's geometry, as `geometry_of` does."""
+        geometry = geometry_of(self.node)
+        return geometry and (geometry[0], (self.padding,), *geometry[2:])
 
 
 def call_of(
-    node: fx.Node, sites: Sequence[Site], wishes: choosing.Wishes, causal: Causal | None = None,
-    **fields: Any,
+    node: fx.Node, sites: Sequence[Site], constraints: choosing.Constraints,
+    causal: Causal | None = None, **fields: Any,
 ) -> str:  # fmt: skip
-    """Return the arguments that are no tensors of the operator in place of a convolution, or of
-    its backward; `wishes` are for tensors of other sizes than those of the capture."""
+    """Return the text argument of confpred's operator that replaces `node`, a convolution or its
+    backward; `constraints` are for tensors of other sizes than those of the capture."""
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()
-    fields |= {"wishes": wishes, "cut": 0 if causal is None else causal.cut}
+    fields |= {"constraints": constraints, "cut": 0 if causal is None else causal.cut}
     if arguments_of(node)[6]:
         fields["output_padding"] = tuple(arguments_of(node)[7])
     if node.target is CONVOLUTION:
@@ -119,10 +119,10 @@ def call_of(
 
 
 def _hint(site: Site) -> Assignment | None:
-    """Return what is to run for the sizes of the capture."""
+    """Return the assignment for the sizes of the capture; None without a problem."""
     if site.problem is None:
         return None
-    candidate = site.choice.candidate if site.choice and site.is_ours else PYTORCH_OPERATOR
+    candidate = site.choice.candidate if site.choice and site.is_lowered else PYTORCH_OPERATOR
     return Assignment(site.problem, candidate)
 
 
@@ -156,9 +156,9 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
         elif causal is not None:
             site.problem = problem
         elif image.dim() != 4:
-            each = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
+            problems = {layout: problem_of(*layer, layout, **fields) for layout in LAYOUTS}
             site.problem = problem
-            site.by_layout = {layout: p for layout, p in each.items() if p is not None}
+            site.by_layout = {layout: p for layout, p in problems.items() if p is not None}
         elif is_channels_last(image):
             site.problem = problem
         else:

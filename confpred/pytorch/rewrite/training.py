@@ -20,13 +20,14 @@ aten = torch.ops.aten
 confpred = torch.ops.confpred
 
 
-def serve_convolutions(
-    graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, compiled: bool = False
-) -> list[sites.Site]:
-    """Let confpred compute the convolutions of a graph, and halves of their backward, in place, and
-    return them; `wishes` are those of `choose`, for tensors of other sizes; `compiled` says whether
-    Inductor computes the other operations."""
-    found = causal.serve(graph, choose, wishes, fuses=False)
+def lower_convolutions(
+    graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
+    compiled: bool = False,
+) -> list[sites.Site]:  # fmt: skip
+    """Replace convolutions of a graph, and halves of their backward, by confpred's operators in
+    place, where these are chosen, and return all sites. `constraints` are for tensors of other
+    sizes; `compiled`: whether Inductor compiles the other operators."""
+    layers = causal.lower_convolutions(graph, choose, constraints, fuses=False)
     matches = []
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
@@ -42,24 +43,24 @@ def serve_convolutions(
             fields: Any = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
-        put = partial(_replace_convolution, node, own, wishes, compiled)
+        put = partial(_replace_convolution, node, own, constraints, compiled)
         ends: Any = ()
         if any(site.by_layout for site in own):
             ends = ([image], [node])
             if node.target is sites.CONVOLUTION_BACKWARD:
                 ends = ([node.args[0], image], [item for item in node.users if item.args[1] == 0])
         matches.append(Match(own, put, *ends))
-    return found + choose_and_replace(graph, matches, choose)
+    return layers + choose_and_replace(graph, matches, choose)
 
 
 def _replace_convolution(
-    node: fx.Node, own: list[sites.Site], wishes: choosing.Wishes, compiled: bool
+    node: fx.Node, own: list[sites.Site], constraints: choosing.Constraints, compiled: bool
 ) -> None:
-    if not any(site.is_ours for site in own):
+    if not any(site.is_lowered for site in own):
         return
     if compiled and node.target is sites.CONVOLUTION_BACKWARD:
         _sum_apart(node, own)
-    call = sites.call_of(node, own, wishes)
+    call = sites.call_of(node, own, constraints)
     if node.target is sites.CONVOLUTION:
         x, weight, bias = node.args[:3]
         put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call))
@@ -68,11 +69,11 @@ def _replace_convolution(
 
 
 def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:
-    """Let a sum of its own compute the gradient of the bias, where no kernel does on its way: the
-    operator's would be PyTorch's, which is several times as slow as Inductor's."""
+    """Compute the gradient of the bias by a separate sum, where no kernel computes it with the
+    filter's: the sum inside PyTorch's operator is several times as slow as Inductor's."""
     mask: Any = node.args[10]
     summing = [s for s in own if sites.is_convolution(s.problem) and s.problem.bias]
-    if not mask[2] or any(site.is_ours for site in summing):
+    if not mask[2] or any(site.is_lowered for site in summing):
         return
     node.args = (*node.args[:10], [*mask[:2], False])
     for site in summing:

@@ -35,33 +35,33 @@ T = TypeVar("T")
 Choose = Callable[[Sequence[Record]], Sequence[Choice | None]]
 #: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
-#: Called with every choice that is made, by who watches.
+#: Callbacks that get every choice that is made, by the name of the watcher.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
-#: Answers for the sizes of a call: choices, launches and how a call is to run.
-_kept: dict[Hashable, Any] = {}
-_MOST_KEPT = 65_536
+#: Choices, launches and other results, by the sizes of a call.
+_cache: dict[Hashable, Any] = {}
+_MOST_CACHED = 65_536
 
 
-def kept(key: Hashable, find: Callable[[], T]) -> T:
-    """Return what `find` finds for `key`, found once until `forget` is called."""
+def cached(key: Hashable, find: Callable[[], T]) -> T:
+    """Return ``find()``, cached by `key` until `forget` is called."""
     try:
-        found: T = _kept[key]
+        answer: T = _cache[key]
     except KeyError:
-        found = find()
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = found
-    return found
+        answer = find()
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        _cache[key] = answer
+    return answer
 
 
-def is_kept_as_none(key: Hashable) -> bool:
-    """Return whether nothing was found for `key`."""
-    return _kept.get(key, key) is None
+def is_cached_as_none(key: Hashable) -> bool:
+    """Return whether the cached result of `key` is None."""
+    return _cache.get(key, key) is None
 
 
 def forget() -> None:
     """Choose again for every shape of eager calls; kernels stay loaded."""
-    _kept.clear()
+    _cache.clear()
 
 
 os.register_at_fork(after_in_child=forget)
@@ -69,11 +69,11 @@ os.register_at_fork(after_in_child=forget)
 
 def warn_once(message: str) -> None:
     """Log a warning, once until `forget` is called."""
-    kept(("warned", message), lambda: log.warning(message))
+    cached(("warned", message), lambda: log.warning(message))
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Constraints:
     """Bounds that a caller sets on choices.
 
     Attributes:
@@ -90,7 +90,7 @@ class Wishes:
         check_max_regret(self.max_regret)
 
 
-ANY = Wishes()
+ANY = Constraints()
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -149,16 +149,16 @@ def is_known(operation: str) -> bool:
 def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
     """Return the predictor in force for `operation`: the one given to `use_predictor`, else, for
     convolutions, the service at ``$CONFPRED_URL``, else the newest models of the package."""
-    known, url = _predictors.get(operation), os.environ.get("CONFPRED_URL")
-    if known is None and url and operation == CONVOLUTION.name:
+    predictor, url = _predictors.get(operation), os.environ.get("CONFPRED_URL")
+    if predictor is None and url and operation == CONVOLUTION.name:
         try:
             from confpred.client.served import predictor_at  # imports httpx
 
-            known = predictor_at(url)
+            predictor = predictor_at(url)
         except ConfpredError as error:  # no reason to hold up a network
-            log.warning("ignoring CONFPRED_URL: %s; this process chooses", error)
-    found = _predictors[operation] = known or Predictor.load(operation=operation)
-    return found
+            log.warning("ignoring CONFPRED_URL: %s; choosing in this process", error)
+    current = _predictors[operation] = predictor or Predictor.load(operation=operation)
+    return current
 
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
@@ -170,55 +170,57 @@ def limits_for(problem: Record, limits: Limits) -> Limits:
 
 
 def choose_many(
-    problems: Sequence[Record], device: Device, wishes: Wishes = ANY
+    problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
-    """Choose for each of `problems` on `device`, as `weigh` does, and tell those who watch."""
-    found = weigh(problems, device, wishes)
-    for choice in dict.fromkeys(filter(None, found)):
+    """Choose for each of `problems` on `device`, as `preview` does, and notify the watchers."""
+    choices = preview(problems, device, constraints)
+    for choice in dict.fromkeys(filter(None, choices)):
         announce(choice)
-    return found
+    return choices
 
 
-def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> list[Choice | None]:
-    """Return what would be chosen for each of `problems` on `device`, by one call of the predictor;
-    None where confpred has nothing to say, such as of an unknown device."""
-    found: dict[Record, Choice] = {}
-    kinds = {p: (operation_of(p).name, limits_for(p, wishes.limits)) for p in problems}
+def preview(
+    problems: Sequence[Record], device: Device, constraints: Constraints = ANY
+) -> list[Choice | None]:
+    """Return the choice for each of `problems` on `device`, by one call of the predictor, without
+    notifying watchers; None where there is no choice, such as on an unknown device."""
+    chosen: dict[Record, Choice] = {}
+    kinds = {p: (operation_of(p).name, limits_for(p, constraints.limits)) for p in problems}
     try:
         for kind in dict.fromkeys(kinds.values()):
             group = [problem for problem, own in kinds.items() if own == kind]
             operation, limits = kind
             within = current_predictor(operation).within(limits)
-            choices = within.choose_many(group, device, max_regret=wishes.max_regret)
-            found.update(zip(group, choices, strict=True))
+            choices = within.choose_many(group, device, max_regret=constraints.max_regret)
+            chosen.update(zip(group, choices, strict=True))
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    return [found.get(problem) for problem in problems]
+    return [chosen.get(problem) for problem in problems]
 
 
-def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
+def choose(problem: Record, ordinal: int, constraints: Constraints = ANY) -> Choice | None:
     """Choose for `problem` on CUDA device `ordinal`; None for a device without a description."""
-    return choose_on([problem], ordinal, wishes)[0]
+    return choose_on([problem], ordinal, constraints)[0]
 
 
 def choose_on(
-    problems: Sequence[Record], ordinal: int, wishes: Wishes = ANY
+    problems: Sequence[Record], ordinal: int, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Choose for each of `problems` on CUDA device `ordinal`, as `choose_many` does, and warn once
     where its driver or cuDNN differ from those of the model's measurements."""
     device = device_of(ordinal)
     if device is None:
         return [None] * len(problems)
-    choices = choose_many(problems, device, wishes)
+    choices = choose_many(problems, device, constraints)
     try:
         predictor = current_predictor(operation_of(problems[0]).name)
         model = predictor.models.get(device.key)
         if model is not None:
             now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
             for it in model.card.changes(**now):
-                warn_once(f"model {model.version}: {it}; `confpred drift` says whether it holds")
+                warn_once(f"model {model.version}: {it}; `confpred drift` checks it")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
@@ -244,7 +246,7 @@ def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> 
     """Call `callback` with every choice made inside the block; each shape is chosen again there.
 
     Raises:
-        InvalidInput: somebody of that `name` watches already; None is nobody's.
+        InvalidInput: a watcher of that `name` is active; several may have the name None.
     """
     name = object() if name is None else name
     if _watchers.setdefault(name, callback) is not callback:
@@ -257,14 +259,14 @@ def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> 
 
 
 def announce(choice: Choice) -> None:
-    """Tell those who watch that `choice` is what runs."""
+    """Notify the watchers that `choice` runs."""
     for watcher in list(_watchers.values()):
         watcher(choice)
 
 
 def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
-    if choice.is_guess:  # which is not enough
+    if choice.is_guess:  # PyTorch is not replaced on a guess
         if isinstance(choice.problem, ConvNd):
             return f"{choice.problem.grouping} layers were never sampled"
         dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
@@ -277,8 +279,8 @@ def why_pytorch(choice: Choice) -> str | None:
     return None
 
 
-def is_ours(choice: Choice) -> bool:
-    """Return whether a confpred kernel, or a library's plan that was chosen, is to run."""
+def runs_kernel(choice: Choice) -> bool:
+    """Return whether a confpred kernel or a chosen library plan is to run, and log what runs."""
     reason = why_pytorch(choice)
     if reason is None:
         log.debug("%s: %s %s (%s)", choice.problem, choice.provider, choice.config, choice.source)

@@ -1,8 +1,8 @@
 """Convolution of plain tensors, without a record of gradients: forward, and both gradients.
 
-The launch for tensors of some sizes is of a candidate that was chosen when a graph was captured
-(`Hint`), else of one that is chosen now and kept, else PyTorch's operator. A line or volume that is
-the same computation as one of images (`ConvNd.as_conv2d`) is launched as such, on views.
+Tensors of some sizes get the launch of the candidate that was chosen when a graph was captured
+(`Call.hints`), else of one that is chosen now and cached, else PyTorch's operator. A line or volume
+that equals a computation on images (`ConvNd.as_conv2d`) is launched as such, on views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.run import library, loading
-from confpred.pytorch.run.choosing import ANY, Wishes, kept
+from confpred.pytorch.run.choosing import ANY, Constraints, cached
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import (
     DTYPES,
@@ -52,19 +52,19 @@ class Call:
 
     Attributes:
         geometry: stride, padding, dilation, groups.
-        mask: of the backward pass.
-        hints: what was assigned when a graph was captured, to the forward pass, or to the gradients
+        mask: gradients that the backward pass computes.
+        hints: assignments made when a graph was captured, of the forward pass, or of the gradients
             of x and of weight; launched where the problem is the same.
-        wishes: for choices made now.
-        cut: how many positions are left out at the end of the last axis; as of `ConvNd`.
-        output_padding: of a transposed convolution; none of others.
+        constraints: for choices made now.
+        cut: outputs left out at the end of the last axis, as in `ConvNd`.
+        output_padding: of a transposed convolution; empty for others.
     """
 
     geometry: Geometry
     activation: str = "none"
     mask: Mask = (False, False, False)
     hints: tuple[Assignment | None, ...] = (None, None)
-    wishes: Wishes = ANY
+    constraints: Constraints = ANY
     cut: int = 0
     output_padding: Axes = ()
 
@@ -76,7 +76,7 @@ class Call:
         return stride, padding, dilation, bool(self.output_padding), more, groups
 
     def biases(self, weight: Tensor) -> int:
-        """Return how many channels the result has: a transposed layer has its filters rotated."""
+        """Return the result's channels; a transposed layer's filters are (C, K / groups, ...)."""
         return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
 
     def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:
@@ -99,9 +99,9 @@ class Call:
         """Return this call as one text; `read` is the way back."""
         hints = [hint and hint.to_json() for hint in self.hints]
         common = [self.geometry, self.activation, self.mask, hints]
-        limits, max_regret = list(self.wishes.limits.to_json().values()), self.wishes.max_regret
-        rare = (self.cut, self.output_padding)
-        return text_of([*common, limits, max_regret, *(rare if any(rare) else ())])
+        limits, rare = self.constraints.limits.to_json(), (self.cut, self.output_padding)
+        bounds = [list(limits.values()), self.constraints.max_regret]
+        return text_of([*common, *bounds, *(rare if any(rare) else ())])
 
     @staticmethod
     @lru_cache(MOST_READ)
@@ -112,7 +112,7 @@ class Call:
         return Call(
             (*map(tuple, axes), groups), activation, tuple(mask),
             tuple(hint and Assignment.from_json(hint) for hint in hints),
-            Wishes(Limits(*limits), max_regret), cut, tuple(more),
+            Constraints(Limits(*limits), max_regret), cut, tuple(more),
         )  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def layer_of(
     direction: str, image: Sequence[int], filters: Sequence[int], dtype: torch.dtype,
     geometry: Geometry, layout: str = "channels_last", **fields: Any,
 ) -> Problem | ConvNd | None:  # fmt: skip
-    """Return what is computed of a layer of any rank; None for what nobody describes. `image` and
-    `filters` are N, C, ... and K, C / groups, ... in every direction; `fields` are further ones."""
+    """Return the problem of a layer of any rank; None if no record describes it. `image` is
+    (N, C, ...) and `filters` (K, C / groups, ...) in every direction; `fields` are further ones."""
     stride, padding, dilation, groups = geometry
     rank = len(filters) - 2
     if dtype not in DTYPES or len(image) != len(filters) or not 1 <= rank <= MAX_RANK:
@@ -142,10 +142,10 @@ def layer_of(
 
 
 def problem_of(*layer: Any, **fields: Any) -> Problem | ConvNd | None:
-    """Return the problem that is chosen for, of a layer as of `layer_of`: of images where one of
-    them is the same."""
-    found = layer_of(*layer, **fields)
-    return found.as_conv2d() or found if isinstance(found, ConvNd) else found
+    """Return the problem to choose for: that of `layer_of`, as one of images where these compute
+    the same."""
+    problem = layer_of(*layer, **fields)
+    return problem.as_conv2d() or problem if isinstance(problem, ConvNd) else problem
 
 
 class OnImages:
@@ -159,8 +159,8 @@ class OnImages:
 
     def run(self, *inputs: Tensor | None) -> list[Tensor]:
         """Compute as `ReadyLaunch.run` does."""
-        given = [t for t in inputs if t is not None]
-        images = map(self._viewed, given, self._inputs)
+        tensors = [t for t in inputs if t is not None]
+        images = map(self._viewed, tensors, self._inputs)
         return list(map(self._viewed, self._ready.run(*images), self._outputs))
 
     @staticmethod
@@ -179,7 +179,7 @@ def sums_bias(groups: int) -> bool:
 
 
 def is_deterministic() -> bool:
-    """Return whether PyTorch is set to compute what is the same to the bit each time."""
+    """Return whether PyTorch is set to deterministic algorithms."""
     return torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic
 
 
@@ -190,12 +190,12 @@ def forward(
     can be added to shape (N, K, ...). The cut of `call` comes first."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
-        given, layout = (x, weight, bias, residual), layout_of(x)
-        return ready.run(*(None if t is None else dense(t, layout) for t in given))[0]
+        operands, layout = (x, weight, bias, residual), layout_of(x)
+        return ready.run(*(None if t is None else dense(t, layout) for t in operands))[0]
     _, padding, _, groups = call.geometry
     is_plain = residual is None and not call.output_padding
     if is_plain and library.takes_pixels(x, weight, padding, groups):
-        return library.of_pixels(x, weight, bias, call.activation)
+        return library.multiply_pixels(x, weight, bias, call.activation)
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if call.cut or not x.is_cuda or (residual is None and call.activation == "none"):
         out = torch.convolution(x, weight, bias, *call.arguments)
@@ -214,7 +214,7 @@ def forward_launch(
     if not alike(x, weight, bias, residual) or not _is_read(x):
         return None
     if bias is not None and bias.shape != (call.biases(weight),):
-        return None  # PyTorch says what is wrong
+        return None  # PyTorch raises the error
     has_bias, has_residual = bias is not None, residual is not None
     fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
     return _find("fprop", x, weight, call, fields, None if residual is None else residual.shape)
@@ -232,18 +232,18 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_x is not None:
             (grad_x,) = run_x.run(out_grad, dense(weight, layout), None)
         if run_weight is not None:
-            given = (out_grad, dense(x, layout))
-            grad_weight, *more = run_weight.run(*given[:: -1 if call.output_padding else 1])
+            operands = (out_grad, dense(x, layout))
+            grad_weight, *more = run_weight.run(*operands[:: -1 if call.output_padding else 1])
             grad_bias = more[0] if more else None
-    found = (grad_x, grad_weight, grad_bias)
-    left = [wanted and grad is None for wanted, grad in zip(call.mask, found, strict=True)]
+    grads = (grad_x, grad_weight, grad_bias)
+    left = [wanted and grad is None for wanted, grad in zip(call.mask, grads, strict=True)]
     if left == [False, False, True]:
         return grad_x, grad_weight, out_grad.sum((0, *range(2, out_grad.dim())))
     if any(left):
         out_grad, x, weight = (aligned(t) for t in (out_grad, x, weight))
-        rest = backward_by_pytorch(out_grad, x, weight, call, left)
-        return tuple(a if missing else b for a, missing, b in zip(rest, left, found, strict=True))
-    return found
+        others = backward_by_pytorch(out_grad, x, weight, call, left)
+        return tuple(a if missing else b for a, missing, b in zip(others, left, grads, strict=True))
+    return grads
 
 
 def backward_by_pytorch(
@@ -282,7 +282,7 @@ def _find(
 ) -> Ready | None:  # fmt: skip
     """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution, as for a
     `residual` that is broadcast."""
-    dtype, ordinal, geometry, wishes = x.dtype, x.get_device(), call.geometry, call.wishes
+    dtype, ordinal, geometry, constraints = x.dtype, x.get_device(), call.geometry, call.constraints
     hint, layout = call.hints[direction == "wgrad"], layout_of(x)
     direction = call.direction(direction)
     switches = (
@@ -291,7 +291,7 @@ def _find(
     )  # fmt: skip
     key = (
         direction, x.shape, weight.shape, dtype, ordinal, geometry, *fields.values(), *switches,
-        hint, wishes, layout, call.cut, call.output_padding, residual,
+        hint, constraints, layout, call.cut, call.output_padding, residual,
     )  # fmt: skip
 
     def find() -> Ready | None:
@@ -302,15 +302,15 @@ def _find(
             return None
         problem = layer if isinstance(layer, Problem) else layer.as_conv2d() or layer
         if hint is not None and hint.problem == problem:
-            ready = loading.load(hint, ordinal, wishes.limits)
+            ready = loading.load(hint, ordinal, constraints.limits)
         else:  # a kernel that was chosen for other sizes or switches may not be legal
-            ready = loading.choose_and_load(problem, ordinal, wishes)
+            ready = loading.choose_and_load(problem, ordinal, constraints)
         if isinstance(problem, ConvNd):
             return ready
-        found = ready or FusedOperator.of(problem)
-        return found if found is None or isinstance(layer, Problem) else OnImages(found, layer)
+        launch = ready or FusedOperator.of(problem)
+        return launch if launch is None or isinstance(layer, Problem) else OnImages(launch, layer)
 
-    return kept(key, find)
+    return cached(key, find)
 
 
 def _result_shape(layer: Problem | ConvNd) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Batch norms by known statistics, folded for all layers of a graph in one launch.
 
 A layer with a filter gets the filter times the norm's scale, and a bias; others get scale and shift
-in float32 (``kernels/fold.cu``). The launch is in the captured graph, so no write can be missed.
+in float32 (``kernels/fold.cu``). The launch is part of the captured graph, so writes to weights and
+statistics take effect.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Tensors = Sequence["Tensor | None"]
 Parts = tuple["Tensor | None", "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None"]
 
 
-class _Layer(ctypes.Structure):
+class _FoldLayer(ctypes.Structure):
     """``Layer`` of ``kernels/fold.cu``."""
 
     _fields_ = (
@@ -45,8 +46,8 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Layers(ctypes.Structure):
-    _fields_ = (("layer", _Layer * LAYERS),)
+class _FoldLayers(ctypes.Structure):
+    _fields_ = (("layer", _FoldLayer * LAYERS),)
 
 
 def fold(
@@ -59,8 +60,7 @@ def fold(
     `biases` and `filters` are those of the convolutions before the norms, shapes (K,) and
     (K, C / groups, ...); `dtypes` those of the activations, such as ``float16``.
     """
-    each = zip(means, filters, dtypes, strict=True)
-    results = [t for mean, filter, dtype in each for t in empty(mean, filter, dtype)]
+    results = [t for norm in zip(means, filters, dtypes, strict=True) for t in empty(*norm)]
     out = [_of_image(t) for t in results]
     of_images = [None if t is None else _of_image(t) for t in filters]
     layers = list(zip(gammas, betas, means, variances, biases, of_images, strict=True))
@@ -110,8 +110,8 @@ def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tens
 
 
 def _of_image(t: Tensor) -> Tensor:
-    """Return a filter of any rank as that of an image. It has its memory where it is channels last
-    or first: a line is of height 1, and a volume's depth and height are one axis."""
+    """Return a filter of any rank as that of an image, a view if it is channels last or first: a
+    line has height 1, and a volume's depth and height become one axis."""
     return t.unsqueeze(2) if t.dim() == 3 else t.flatten(2, 3) if t.dim() == 5 else t
 
 
@@ -131,7 +131,7 @@ def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:
 
 
 def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]) -> None:
-    argument, blocks = _Layers(), 1
+    argument, blocks = _FoldLayers(), 1
     for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
         layer = argument.layer[i]
         layer.gamma, layer.beta = _address(gamma), _address(beta)

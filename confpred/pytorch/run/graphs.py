@@ -47,7 +47,7 @@ _recording_streams: dict[int, torch.cuda.Stream] = {}
 
 
 @dataclass(eq=False)
-class Memory:
+class GraphMemory:
     """A pool of GPU memory that one replay at a time writes to.
 
     Attributes:
@@ -71,7 +71,7 @@ class Memory:
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
-    def is_waited_for(self) -> bool:
+    def is_in_use(self) -> bool:
         """Return whether somebody holds a tensor that the last forward pass saved."""
         return self.forward is not None and self.forward.saved.are_held()
 
@@ -83,7 +83,7 @@ class SavedTensors:
     """
 
     def __init__(self, results: Sequence[Tensor]) -> None:
-        self._tensors = _twins(results)
+        self._tensors = _aliases(results)
         self._storages = [x.untyped_storage() for x in self._tensors]
         self._counts_of_none = self._counts()
 
@@ -102,10 +102,10 @@ class SavedTensors:
 
 
 @cache
-def memory_of_inference(device: int) -> Memory:
+def memory_of_inference(device: int) -> GraphMemory:
     """Return the memory that all inference passes of a CUDA device share: nothing in it outlives a
     replay."""
-    return Memory()
+    return GraphMemory()
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Recording:
 
     Attributes:
         graph: the CUDA graph.
-        switches: those that were in force.
+        switches: PyTorch's switches at the recording.
         why: why there is no graph; None where there is one.
         buffers: where inputs are copied to, by index.
         addresses: of the inputs that are read where they are, by index.
@@ -150,7 +150,7 @@ class Recording:
         """Return the indices of inputs that are no longer where the graph reads them."""
         return {i for i, address in self.addresses.items() if inputs[i].data_ptr() != address}
 
-    def replay(self, inputs: list[Any], memory: Memory, device: int) -> list[Any]:
+    def replay(self, inputs: list[Any], memory: GraphMemory, device: int) -> list[Any]:
         """Replay the graph on the current stream with these inputs, which are freed, and return its
         results."""
         stream = torch.cuda.current_stream(device)
@@ -164,9 +164,9 @@ class Recording:
                 same = (x.shape, x.stride(), x.storage_offset()) == geometry
                 results[place] = x if same else x.as_strided(*geometry)
             if self.buffers:
-                given = [inputs[i] for i in self.buffers]
-                torch._foreach_copy_(list(self.buffers.values()), given)
-                del given
+                inputs_to_copy = [inputs[i] for i in self.buffers]
+                torch._foreach_copy_(list(self.buffers.values()), inputs_to_copy)
+                del inputs_to_copy
             inputs.clear()
             self.graph.replay()
             if self.sources:
@@ -178,13 +178,13 @@ class Recording:
             for storage, views in self.shared:
                 whole = storage.clone()
                 for place, view in views.items():
-                    results[place] = _within(whole, view)
+                    results[place] = _view(whole, view)
         for place, x in zip(self.saved_places, self.saved, strict=True):
             results[place] = x
         return results
 
 
-def graphed(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
+def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `plain` as a CUDA graph wherever that is right, unless there
     is a `reason` why it cannot become one; the arguments are those of `Graphed`."""
     if reason is not None:
@@ -194,7 +194,7 @@ def graphed(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> R
     return Graphed(plain, kind=kind, **arguments)
 
 
-def why_not(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
+def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
     """Return why `gm`, which writes to inputs at `written`, cannot become a CUDA graph, in words;
     None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -241,7 +241,7 @@ class Graphed:
     """
 
     def __init__(
-        self, plain: Run, *, memory: Memory, device: int, static: Sequence[int],
+        self, plain: Run, *, memory: GraphMemory, device: int, static: Sequence[int],
         written: Sequence[int], visible: int | None, kind: str, reasons: set[str],
     ) -> None:  # fmt: skip
         self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself
@@ -258,18 +258,18 @@ class Graphed:
         if torch.cuda.is_current_stream_capturing():
             return self._plain(inputs)
         if not _is_of_main_thread(self._kind == "backward"):
-            return self._without(inputs, "in other threads than the main one")
+            return self._run_plain(inputs, "in other threads than the main one")
         memory = self._memory
         with memory.lock:
-            found = self._recording(inputs)
-            if isinstance(found, Recording):
+            outcome = self._recording(inputs)
+            if isinstance(outcome, Recording):
                 if self._kind == "forward":
-                    memory.forward = found
+                    memory.forward = outcome
                 self.replays += 1
-                return found.replay(inputs, memory, self._device)
-        return self._without(inputs, found)
+                return outcome.replay(inputs, memory, self._device)
+        return self._run_plain(inputs, outcome)
 
-    def _without(self, inputs: list[Any], reason: str) -> Any:
+    def _run_plain(self, inputs: list[Any], reason: str) -> Any:
         """Run this pass without a graph, and log why, once for each reason."""
         if reason and reason not in self._reasons:
             self._reasons.add(reason)
@@ -288,8 +288,8 @@ class Graphed:
             self._recordings[key] = None
             return ""
         if self._kind == "backward":
-            return self._of_last_forward(inputs, switches)
-        if self._memory.is_waited_for():
+            return self._find_backward(inputs, switches)
+        if self._memory.is_in_use():
             return "while tensors that an earlier call saved wait for their backward pass"
         recording = self._recordings[key]
         moved = set() if recording is None else recording.moved(inputs)
@@ -298,7 +298,7 @@ class Graphed:
             recording = self._recordings[key] = self._record(inputs, switches, {})
         return recording if recording.why is None else recording.why
 
-    def _of_last_forward(self, inputs: list[Any], switches: Any) -> Recording | str:
+    def _find_backward(self, inputs: list[Any], switches: Any) -> Recording | str:
         """Return the recording of the backward pass that belongs to the last forward pass."""
         forward = self._memory.forward
         if forward is None:
@@ -316,7 +316,7 @@ class Graphed:
             recording = forward.backward = self._record(inputs, switches, held)
         if recording.why is not None:
             return recording.why
-        if any(id(inputs[i]) != known for i, known in recording.from_forward.items()):
+        if any(id(inputs[i]) != saved_id for i, saved_id in recording.from_forward.items()):
             return "where its forward pass ran without"
         moved = recording.moved(inputs)
         if moved:
@@ -331,7 +331,7 @@ class Graphed:
         self._tries += 1
         if self._tries > MOST_GRAPHS:
             return Recording(None, switches, f"as it was recorded {MOST_GRAPHS} times")
-        graph, given = torch.cuda.CUDAGraph(), list(inputs)
+        graph, args = torch.cuda.CUDAGraph(), list(inputs)
         recording = Recording(graph, switches)
         pool = self._memory.pool_to_record_in()
         try:
@@ -341,19 +341,19 @@ class Graphed:
                     if not isinstance(x, Tensor):
                         continue
                     if i not in self._static:
-                        given[i] = _buffer_for(x)
-                        recording.buffers[i] = _within(_again(given[i].untyped_storage()), given[i])
+                        args[i] = _buffer_for(x)
+                        recording.buffers[i] = _view(_alias(args[i].untyped_storage()), args[i])
                         continue
                     address = x.untyped_storage().data_ptr()
                     if address in held:
                         recording.from_forward[i] = id(x)
-                        given[i] = _within(held[address], x)
+                        args[i] = _view(held[address], x)
                         continue
                     recording.addresses[i] = x.data_ptr()
                     if x.numel():
                         places[address] = i
                 held.clear()
-                self._describe(recording, inputs, list(self._plain(given)), places)
+                self._describe(recording, inputs, list(self._plain(args)), places)
         except Exception as error:
             return Recording(None, switches, f"as it cannot be recorded: {first_line(error)}")
         self._memory.graphs.add(graph)
@@ -388,15 +388,15 @@ class Graphed:
         recording.saved = SavedTensors([results[place] for place in recording.saved_places])
         for views in owners.values():
             ((place, x), *others) = views.items()
-            again = _again(x.untyped_storage())
-            if not others and x.numel() * x.element_size() == again.nbytes():
-                recording.sources[place] = _within(again, x)
+            alias = _alias(x.untyped_storage())
+            if not others and x.numel() * x.element_size() == alias.nbytes():
+                recording.sources[place] = _view(alias, x)
             else:
-                like = {i: _within(again, view) for i, view in views.items()}
-                recording.shared.append((again, like))
+                like = {i: _view(alias, view) for i, view in views.items()}
+                recording.shared.append((alias, like))
 
 
-def _within(storage: Any, like: Tensor) -> Tensor:
+def _view(storage: Any, like: Tensor) -> Tensor:
     """Return a tensor as `like` in `storage`, which any mode may write to."""
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=like.dtype, device=storage.device)
@@ -408,22 +408,22 @@ def _buffer_for(x: Tensor) -> Tensor:
     set to be deterministic: that would be recorded, and run behind the copy."""
     like = torch.empty_like(x, device="meta")
     storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
-    return _within(storage, like)
+    return _view(storage, like)
 
 
-def _twins(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in the memory of `tensors`, which do not own it, with as many storages."""
     storages: dict[int, Any] = {}
-    twins = []
+    aliases = []
     for x in tensors:
         storage = x.untyped_storage()
         if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = _again(storage)
-        twins.append(_within(storages[storage.data_ptr()], x))
-    return twins
+            storages[storage.data_ptr()] = _alias(storage)
+        aliases.append(_view(storages[storage.data_ptr()], x))
+    return aliases
 
 
-def _again(storage: Any) -> Any:
+def _alias(storage: Any) -> Any:
     """Return a storage in the memory of `storage`, which does not own it."""
     if not storage.nbytes():
         return torch.UntypedStorage(0, device=storage.device)
@@ -493,7 +493,7 @@ def _end(graph: Any) -> None:
 
 
 def _switches() -> tuple[bool, ...]:
-    """Return PyTorch's switches that decide how a recorded graph computes, and no guard knows."""
+    """Return PyTorch's switches that a recorded graph depends on and no guard of Dynamo checks."""
     cudnn = torch.backends.cudnn
     return (
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, convolutions_allow_tf32(),

@@ -1,4 +1,4 @@
-"""Operators of PyTorch's that compute a dense convolution with what follows it.
+"""PyTorch's operators that compute a dense convolution with its epilogue.
 
 cuDNN adds bias and residual and applies ReLU before it stores, cuBLAS the bias of a product: a pass
 over the output less (``benchmarks/kernels/pytorch_epilogues.py``). A convolution of one pixel an
@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 _VECTOR = 8  # channels in 16 bytes: with others cuBLAS is slower than a convolution and a pass
 
 
-def fuses(p: Problem) -> bool:
+def is_one_operator(p: Problem) -> bool:
     """Return whether one operator computes `p`: it has a bias, is dense and in half precision, and
     ends in ReLU, or has one pixel in its filter and nothing but the bias behind it."""
     if p.direction != "fprop" or p.groups != 1 or not p.bias or p.dtype == "float32":
@@ -44,7 +44,7 @@ def takes_pixels(x: Tensor, weight: Tensor, padding: Sequence[int], groups: int)
     return is_pixel and groups == 1 and x.dtype in HALF and not _refuses_products()
 
 
-def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def multiply_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Return ``activation(convolution(x, weight, bias))`` for shapes (N, C, 1, ...) and
     (K, C, 1, ...)."""
     rows, columns = x.reshape(x.shape[:2]), weight.reshape(weight.shape[:2]).t()
@@ -58,7 +58,7 @@ def of_pixels(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
 
 
 class FusedOperator:
-    """One operator of PyTorch's for a problem that `fuses`."""
+    """The one PyTorch operator of a problem for which `is_one_operator` holds."""
 
     def __init__(self, problem: Problem) -> None:
         self.assignment = Assignment(problem)
@@ -66,7 +66,7 @@ class FusedOperator:
     @staticmethod
     def of(problem: Problem) -> FusedOperator | None:
         """Return the operator of `problem` under PyTorch's switches; None where there is none."""
-        if not fuses(problem) or not torch.backends.cudnn.enabled:
+        if not is_one_operator(problem) or not torch.backends.cudnn.enabled:
             return None
         refused = problem.activation == "none" and _refuses_products()
         return None if refused else FusedOperator(problem)
@@ -78,7 +78,7 @@ class FusedOperator:
             rows, columns = x.permute(0, 2, 3, 1).reshape(-1, p.c), weight.view(p.k, p.c).t()
             out = torch.addmm(bias, rows, columns).view(p.n, p.h, p.w, p.k)
             return (out.permute(0, 3, 1, 2),)
-        given = (p.stride, p.padding, p.dilation, 1)
+        geometry = (p.stride, p.padding, p.dilation, 1)
         if residual is None:
-            return (torch.cudnn_convolution_relu(x, weight, bias, *given),)
-        return (torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *given),)
+            return (torch.cudnn_convolution_relu(x, weight, bias, *geometry),)
+        return (torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *geometry),)

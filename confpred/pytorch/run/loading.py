@@ -23,7 +23,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import ZEROED
 from confpred.problem.record import Record
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import ANY, Wishes, is_ours, kept, limits_for, warn_once
+from confpred.pytorch.run.choosing import Constraints, cached, limits_for, runs_kernel, warn_once
 
 log = logging.getLogger(__name__)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -85,13 +85,13 @@ class ReadyLaunch:
             with torch.cuda.device(ordinal):
                 return self.run(*inputs, into=into)
         device = torch.device("cuda", ordinal)
-        given = [aligned(t) for t in inputs if t is not None]
+        aligned_inputs = [aligned(t) for t in inputs if t is not None]
         made = [
             into[place] if place in into else _empty(*output)
             for place, output in enumerate(self._outputs)
         ]
         spaces = [make(n, dtype=torch.uint8, device=device) for n, make in self._workspaces]
-        tensors: list[Any] = [*made, *given, *spaces]
+        tensors: list[Any] = [*made, *aligned_inputs, *spaces]
         operands = tensors if self._takes_tensors else [t.data_ptr() for t in tensors]
         in_context(ordinal, self._enqueue, operands)
         return made
@@ -149,20 +149,20 @@ def _strided(shape: Sequence[int], layout: str) -> tuple[tuple[int, ...], tuple[
 
 
 def ready_launch(assignment: Assignment, ordinal: int) -> ReadyLaunch:
-    """Return the launch of `assignment`, whatever it needs, on CUDA device `ordinal`; raises
-    `CompileError`, `LaunchError` or `MissingExtra` where a kernel or a plan cannot be had."""
+    """Return the launch of `assignment` on CUDA device `ordinal`, without limits; raises
+    `CompileError`, `LaunchError` or `MissingExtra` where a kernel or a plan cannot be made."""
     problem = assignment.problem
     with torch.cuda.device(ordinal):
         runner = Loader(operation_of(problem), problem, ordinal).runner(assignment.launch)
     return ReadyLaunch(assignment, runner, ordinal)
 
 
-def choose_and_load(problem: Record, ordinal: int, wishes: Wishes = ANY) -> ReadyLaunch | None:
-    """Return the launch that is chosen for `problem` now; None for PyTorch's operator."""
-    choice = choosing.choose(problem, ordinal, wishes)
-    if choice is None or not is_ours(choice):
+def choose_and_load(problem: Record, ordinal: int, constraints: Constraints) -> ReadyLaunch | None:
+    """Choose for `problem` now, and return the launch; None for PyTorch's operator."""
+    choice = choosing.choose(problem, ordinal, constraints)
+    if choice is None or not runs_kernel(choice):
         return None
-    return load(Assignment.of(choice), ordinal, wishes.limits)
+    return load(Assignment.of(choice), ordinal, constraints.limits)
 
 
 def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> ReadyLaunch | None:
@@ -179,23 +179,23 @@ def load(assignment: Assignment, ordinal: int, limits: Limits = UNLIMITED) -> Re
         if assignment.candidate == PYTORCH_OPERATOR:
             return None
         with torch.cuda.device(ordinal):
-            return _first_that_loads(assignment, ordinal, limits)
+            return _load_first(assignment, ordinal, limits)
 
-    return kept(("launch", assignment, ordinal, limits), find)
+    return cached(("launch", assignment, ordinal, limits), find)
 
 
 def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
-    """Return whether `load` was asked for `choice` and found no launch."""
+    """Return whether `load` has tried to load `choice` and failed."""
     limits = limits_for(choice.problem, limits)
-    return choosing.is_kept_as_none(("launch", Assignment.of(choice), ordinal, limits))
+    return choosing.is_cached_as_none(("launch", Assignment.of(choice), ordinal, limits))
 
 
-def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
+def _load_first(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
     problem = assignment.problem
     loader = Loader(operation_of(problem), problem, ordinal)
-    for each in _from_on(assignment, ordinal, limits):
-        launch = each.launch
-        if limits.allow(problem, launch):  # they may be others since it was chosen
+    for assigned in _ranked_from(assignment, ordinal, limits):
+        launch = assigned.launch
+        if limits.allow(problem, launch):  # limits may have changed since the choice
             try:
                 runner = loader.runner(launch)
             except (CompileError, LaunchError, MissingExtra) as error:
@@ -204,11 +204,11 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
                     continue
                 if launch.plan is None:
                     log.warning("falling back to PyTorch for %s: %s", problem, error)
-                else:  # a reason that holds for every problem
+                else:  # such as a missing cuDNN: the same for every problem
                     warn_once(f"falling back to PyTorch: {error}")
                 return None
             if limits.allow(problem, runner.launch):
-                return ReadyLaunch(each, runner, ordinal)
+                return ReadyLaunch(assigned, runner, ordinal)
             log.debug("%s: the plan needs %d bytes", problem, runner.launch.scratch_bytes)
         if launch.plan is None:
             return None
@@ -216,7 +216,7 @@ def _first_that_loads(assignment: Assignment, ordinal: int, limits: Limits) -> R
     return None
 
 
-def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
+def _ranked_from(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
     """Yield `assignment` and those ranked after it, up to PyTorch's operator; they are ranked once
     they are needed."""
     yield assignment
@@ -229,10 +229,10 @@ def _from_on(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[A
 
 
 def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
-    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; one
-    that cannot be had is left to the call that needs it."""
-    ours = [Assignment.of(choice) for choice in choices if is_ours(choice)]
-    for assignment in ours:
+    """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; the
+    call that needs one that fails falls back to PyTorch."""
+    assignments = [Assignment.of(choice) for choice in choices if runs_kernel(choice)]
+    for assignment in assignments:
         compile_soon(assignment.launch, ordinal)
-    for assignment in ours:
+    for assignment in assignments:
         load(assignment, ordinal, limits)

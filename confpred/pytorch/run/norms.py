@@ -1,10 +1,10 @@
 """Norms, each with its activation and residual as one operator a direction.
 
     forward    norm -> [+ residual] -> [activation]
-    backward   the gradient of that, whose argument of the activation is computed again
+    backward   the gradient of that; the activation's argument is recomputed
 
-So the normalised tensor is neither stored nor read again. A call of other sizes, or one that no
-kernel takes, computes the same by PyTorch's operators.
+So the normalised tensor is neither stored nor read again. Calls of other sizes, and calls without a
+kernel, compute the same by PyTorch's operators.
 
 `forward` and `backward` are batch norm. `group_forward` and `group_backward` are the norms that
 `confpred.problem.norm_of_groups` describes: of images with their channels in dimension 1, channels
@@ -25,7 +25,7 @@ from confpred.problem.activation import activated, argument_grad
 from confpred.problem.norm import BatchNorm
 from confpred.problem.norm_of_groups import AFFINE, Norm
 from confpred.pytorch.run import loading
-from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.choosing import cached
 from confpred.pytorch.run.loading import ALIGNMENT, DTYPES, ReadyLaunch, dense
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def problem_of(
     shape: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     affine: bool, frozen: bool,
 ) -> BatchNorm | None:  # fmt: skip
-    """Return the problem of a batch norm of images N, C, H, W; None where there is none."""
+    """Return the problem of a batch norm of images N, C, H, W; None if no record describes it."""
     n, c, h, w = shape
     try:
         return BatchNorm(
@@ -55,8 +55,8 @@ def group_problem_of(
     sizes: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     weights: Sequence[Tensor], centred: bool,
 ) -> Norm | None:  # fmt: skip
-    """Return the problem of a norm of samples, pixels, channels and groups; None where there is
-    none. `weights` are a weight, or a weight and a bias; a matrix has a row for each sample."""
+    """Return the problem of a norm of samples, pixels, channels and groups; None if no record
+    describes it. `weights` are weight and bias, if any; a matrix has a row for each sample."""
     n, p, c, groups = sizes
     try:
         return Norm(
@@ -81,25 +81,25 @@ def _launch(
     images: Sequence[Tensor | None], weights: Sequence[Tensor | None],
     statistics: Sequence[Tensor], text: str,
 ) -> tuple[Any, ReadyLaunch | None, list[Any]]:  # fmt: skip
-    """Return the problem that was assigned, the launch for these tensors, and `images` as it reads
-    them; no launch for PyTorch's operators."""
+    """Return the assigned problem, its launch, and `images` laid out for it; the launch is None
+    where PyTorch's operators compute these tensors."""
     assigned = Assignment.read(text)
     p: Any = assigned.problem
-    given, affine = ([t for t in each if t is not None] for each in (images, weights))
-    x, dtype, count, kind = given[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
+    tensors, affine = ([t for t in group if t is not None] for group in (images, weights))
+    x, dtype, count, kind = tensors[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
     if isinstance(p, Norm):
         count, kind = AFFINE.index(p.affine), getattr(torch, p.weights)
     vectors = [*((t, torch.float32) for t in statistics), *((t, kind) for t in affine)]
     if not x.is_cuda or not _fits(p, x.shape):
         return p, None, []
-    if len(given) != 1 + p.residual + p.is_backward or len(affine) != count:
+    if len(tensors) != 1 + p.residual + p.is_backward or len(affine) != count:
         return p, None, []
-    if any(t.shape != x.shape or t.dtype is not dtype or t.device != x.device for t in given):
+    if any(t.shape != x.shape or t.dtype is not dtype or t.device != x.device for t in tensors):
         return p, None, []
     if any(t.dtype is not d or not t.is_contiguous() or t.device != x.device for t, d in vectors):
         return p, None, []
     ordinal = x.get_device()
-    ready = kept(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
+    ready = cached(("norm", assigned, ordinal), lambda: loading.load(assigned, ordinal))
     return p, ready, [None if t is None else _dense(p, t) for t in images]
 
 
@@ -116,14 +116,14 @@ def _gradients(
     ready: ReadyLaunch, images: Sequence[Tensor | None], vectors: Sequence[Tensor | None],
     numbers: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch a backward pass: return gradients of the input, weight, bias and residual, empty for
-    one that is not there. `images` are the output's gradient, the input and the residual, `vectors`
+    """Launch a backward pass, and return the gradients of input, weight, bias and residual, empty
+    for an absent one. `images` are the output's gradient, the input and the residual; `vectors`
     begin with weight and bias."""
     x: Any = images[1]
-    empty, found = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
-    in_grad = next(found).view(x.shape)
-    residual_grad = empty if images[2] is None else next(found).view(x.shape)
-    grads = [empty if t is None else next(found) for t in vectors[:2]]
+    empty, results = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
+    in_grad = next(results).view(x.shape)
+    residual_grad = empty if images[2] is None else next(results).view(x.shape)
+    grads = [empty if t is None else next(results) for t in vectors[:2]]
     return in_grad, *grads, residual_grad
 
 
@@ -132,24 +132,25 @@ def forward(
     running_mean: Tensor, running_var: Tensor, numbers: Sequence[Tensor], momentum: float,
     eps: float, text: str, *, in_place: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics; return it, their
-    mean, 1 over the root of variance and `eps`, and the new running statistics, which are written
-    to `running_mean` and `running_var` where it is `in_place`. All but the first are empty for a
-    frozen one. `numbers` are `eps` and `momentum` where kernels read them: the graph makes them, as
-    memory that outlives it would be in the pool of its CUDA graph."""
+    """Compute ``activation(batch_norm(x) + residual)`` by the batch's statistics.
+
+    Return it, the mean, ``1 / sqrt(variance + eps)`` and the new running statistics, which are also
+    written to `running_mean` and `running_var` if `in_place`. For a frozen norm all but the first
+    are empty. `numbers` are device tensors of `eps` and `momentum` for kernels. The graph makes
+    them: tensors that outlive it must not be in the memory pool of its CUDA graph."""
     vectors = (weight, bias, running_mean, running_var)
     p, ready, images = _launch([x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
         homes = {} if p.frozen else {3: running_mean, 4: running_var}
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
-        found = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
+        results = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
         if direct:
-            return tuple(found)
-        out, *others = found
+            return tuple(results)
+        out, *others = results
     else:
-        given = (x, weight, bias, running_mean, running_var)
+        operands = (x, weight, bias, running_mean, running_var)
         out, *others = (
-            _FROZEN(*given, momentum, eps) if p.frozen else _NORM(*given, True, momentum, eps)
+            _FROZEN(*operands, momentum, eps) if p.frozen else _NORM(*operands, True, momentum, eps)
         )
         out = activated(p.activation, out if residual is None else out + residual)
     if p.frozen:
@@ -165,9 +166,9 @@ def backward(
     residual: Tensor | None, mean: Tensor, invstd: Tensor, numbers: Sequence[Tensor], eps: float,
     text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there. A frozen one takes the running statistics for `mean` and `invstd`, and
-    `eps` in `numbers` too."""
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
+    absent one. A frozen norm gets the running mean and variance as `mean` and `invstd`, and `eps`
+    in `numbers`."""
     vectors = (weight, bias, mean, invstd)
     p, ready, images = _launch([out_grad, x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
@@ -183,15 +184,14 @@ def backward(
         grad = argument_grad(p.activation, out_grad, argument)
     mask = [True, weight is not None, bias is not None]
     running = (mean, invstd) if p.frozen else (None, None)
-    each = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not p.frozen, eps, mask)
-    in_grad, *others = (empty if t is None else t for t in each)
+    grads = _NORM_BACKWARD(grad, x, weight, *running, mean, invstd, not p.frozen, eps, mask)
+    in_grad, *others = (empty if t is None else t for t in grads)
     return dense(in_grad), *others, empty if residual is None else dense(grad)
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     p: Any = Assignment.read(others[-1]).problem
-    size = 0 if p.frozen else x.shape[1]
-    vector = x.new_empty(size, dtype=torch.float32)
+    vector = x.new_empty(0 if p.frozen else x.shape[1], dtype=torch.float32)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     return out, *(torch.empty_like(vector) for _ in range(4))
 
@@ -201,8 +201,8 @@ def group_forward(
     numbers: Sequence[Tensor], eps: float, text: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``activation(norm(x) + residual)``; return it with the mean, empty where none is
-    subtracted, and 1 over the root of variance and `eps`, of (samples, groups) in float32.
-    Adaptive weights are of (samples, channels). `numbers` are as of `forward`."""
+    subtracted, and ``1 / sqrt(variance + eps)``, both (samples, groups) in float32. Adaptive
+    weights are (samples, channels). `numbers` are as in `forward`."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     p, ready, images = _launch([x, residual], [weight, bias], [], text)
     mean = x.new_empty(0, dtype=torch.float32)
@@ -210,7 +210,7 @@ def group_forward(
         out, *statistics = ready.run(*images, weight, bias, *numbers)
         out = out.view(x.shape)
     else:
-        out, *statistics = _normalised(p, x, weight, bias, eps)
+        out, *statistics = _normalise(p, x, weight, bias, eps)
         out = activated(p.activation, out if residual is None else out + residual)
         out, statistics = _dense(p, out.to(x.dtype)), [t.float() for t in statistics]
     return out, *([] if p.centred else [mean]), *statistics  # type: ignore[return-value]
@@ -220,8 +220,8 @@ def group_backward(
     out_grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, mean: Tensor, invstd: Tensor, text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for
-    one that is not there. Weights are not adaptive."""
+    """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
+    absent one. Weights are not adaptive."""
     p, ready, images = _launch([out_grad, x, residual], [weight, bias], [mean, invstd], text)
     if ready is not None:
         return _gradients(ready, images, (weight, bias, mean if p.centred else None, invstd), [])
@@ -236,23 +236,23 @@ def group_backward(
         argument = argument + (0.0 if bias is None else bias.view(sides))
         argument = argument.view(x.shape) + (0.0 if residual is None else residual)
         grad = argument_grad(p.activation, grad, argument.to(rows.dtype))
-    each: Any
+    grads: Any
     columns = _rows(p, grad, weight)
     if p.centred:
         mask = [True, weight is not None, bias is not None]
         statistics = (mean.to(rows.dtype), invstd.to(rows.dtype))
-        each = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
+        grads = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
     else:
         product = columns.float() * (1 if weight is None else weight.view(sides))
         projected = (product * unit).mean(1, keepdim=True)
         of_weight = None if weight is None else (columns * unit).sum((0, 2)).to(kind)
-        each = ((product - unit * projected) * invstd[..., None], of_weight, None)
-    in_grad, *others = (empty if t is None else t for t in each)
+        grads = ((product - unit * projected) * invstd[..., None], of_weight, None)
+    in_grad, *others = (empty if t is None else t for t in grads)
     residual_grad = empty if residual is None else _dense(p, grad.to(x.dtype))
     return _dense(p, in_grad.view(x.shape).to(x.dtype)), *others, residual_grad
 
 
-def _normalised(
+def _normalise(
     p: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     """Return the normalised tensor and its statistics by PyTorch's operators, of any sizes."""
@@ -269,14 +269,14 @@ def _normalised(
 
 
 def _rows(p: Norm, t: Tensor, weight: Tensor | None) -> Tensor:
-    """Return `t` as samples, channels and pixels, as PyTorch's operators read it. As autocast has
-    it, it is in float32 where the weights have another dtype."""
+    """Return `t` as (samples, channels, pixels), as PyTorch's operators take it; in float32 where
+    the weights have another dtype, as under autocast."""
     t = t.float() if weight is not None and weight.dtype is not t.dtype else t
     return t.reshape(-1, t.shape[-1], 1) if p.p == 1 else t.flatten(2).contiguous()
 
 
 def _dense(p: Any, t: Tensor) -> Tensor:
-    """Return `t` as kernels read it."""
+    """Return `t` in the layout that kernels read."""
     is_rows = isinstance(p, Norm) and p.p == 1
     return t.resolve_neg().contiguous() if is_rows else dense(t)
 
@@ -294,6 +294,6 @@ def fake_backward(
     *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     p = Assignment.read(others[-1]).problem
-    given = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
-    like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in given)
+    fakes = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
+    like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in fakes)
     return _dense(p, like), *grads, _dense(p, of_residual)

@@ -34,22 +34,22 @@ def _conv2d(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, call: str,
 ) -> Tensor:  # fmt: skip
-    found = Call.read(call)
+    parsed = Call.read(call)
     if scale is None or bias is None:
-        return _as_promised(x, convolve.forward(x, weight, bias, residual, found))
-    out = _as_promised(x, torch.convolution(x, weight, None, *found.arguments))
-    return pointwise.scale_shift(out, scale, bias, residual, found.activation, in_place=True)
+        return _lay_as_promised(x, convolve.forward(x, weight, bias, residual, parsed))
+    out = _lay_as_promised(x, torch.convolution(x, weight, None, *parsed.arguments))
+    return pointwise.scale_shift(out, scale, bias, residual, parsed.activation, in_place=True)
 
 
 def _fake_conv2d(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     call = Call.read(others[-1])
     out = torch.convolution(x, weight, None, *call.arguments)
-    return _as_promised(x, out[..., : out.shape[-1] - call.cut] if call.cut else out)
+    return _lay_as_promised(x, out[..., : out.shape[-1] - call.cut] if call.cut else out)
 
 
-def _as_promised(x: Tensor, out: Tensor) -> Tensor:
-    """Return the result for input `x` in the layout that the graph expects: as PyTorch's operator
-    returns images; lines and volumes have that of `x`."""
+def _lay_as_promised(x: Tensor, out: Tensor) -> Tensor:
+    """Return the result for input `x` in the layout of the fake result: images as PyTorch's
+    operator returns them, lines and volumes in the layout of `x`."""
     return out if x.dim() == 4 else dense(out, layout_of(x))
 
 
@@ -64,9 +64,9 @@ def _fake_conv2d_backward(_: Tensor, x: Tensor, weight: Tensor, call: str) -> tu
         torch.empty_like(t, memory_format=CHANNELS_LAST) if t.dim() == 4
         else dense(torch.empty_like(t), layout_of(x)) for t in (x, weight)
     )  # fmt: skip
-    found = Call.read(call)
-    each = zip((*like, x.new_empty(found.biases(weight))), found.mask, strict=True)
-    return tuple(made if wanted else x.new_empty(0) for made, wanted in each)
+    parsed = Call.read(call)
+    pairs = zip((*like, x.new_empty(parsed.biases(weight))), parsed.mask, strict=True)
+    return tuple(made if wanted else x.new_empty(0) for made, wanted in pairs)
 
 
 def _like(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -80,8 +80,7 @@ def _convert(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _fake_fold(*lists: Any) -> list[Tensor]:
-    each = zip(lists[2], lists[5], lists[7], strict=True)
-    return [t for mean, filter, dtype in each for t in folding.empty(mean, filter, dtype)]
+    return [t for x in zip(lists[2], lists[5], lists[7], strict=True) for t in folding.empty(*x)]
 
 
 _define(
@@ -102,8 +101,8 @@ _define(
     "batch_norm_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) mean,"
     " Tensor(b!) variance, Tensor[] numbers, float momentum, float eps, str call)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda *given: norms.forward(*given, in_place=True)[:3],
-    lambda *given: norms.fake_forward(*given)[:3],
+    lambda *arguments: norms.forward(*arguments, in_place=True)[:3],
+    lambda *arguments: norms.fake_forward(*arguments)[:3],
 )
 _define(
     "batch_norm_backward(Tensor out_grad, Tensor x, Tensor? weight, Tensor? bias, Tensor? residual,"

@@ -1,4 +1,4 @@
-"""One kernel for what follows a convolution, in place of one a step.
+"""One kernel for the epilogue of a convolution: bias, residual and activation.
 
 Where a kernel cannot take the tensors, PyTorch's operators compute the same.
 """
@@ -17,7 +17,7 @@ from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.launch.kernels import Enqueue, bound
 from confpred.problem.activation import ACTIVATIONS, activated
 from confpred.problem.operation import KernelSpec
-from confpred.pytorch.run.choosing import kept
+from confpred.pytorch.run.choosing import cached
 from confpred.pytorch.run.loading import (
     ALIGNMENT,
     DTYPES,
@@ -116,7 +116,7 @@ def scale_shift_kernel(channels: int, dtype: str, *, residual: bool, activation:
 
 
 def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
-    """Launch `kernel` on the current stream; return False where it cannot be had."""
+    """Launch `kernel` on the current stream; return False where it cannot be loaded."""
     ordinal, channels, rows = out.get_device(), out.shape[1], out.numel() // out.shape[1]
 
     def bind() -> Enqueue | None:
@@ -130,7 +130,7 @@ def _launch(kernel: KernelSpec, out: Tensor, **inputs: Tensor | None) -> bool:
         return None
 
     with torch.cuda.device(ordinal):
-        enqueue = kept(("pointwise", kernel, rows, channels, ordinal), bind)
+        enqueue = cached(("pointwise", kernel, rows, channels, ordinal), bind)
         if enqueue is None:
             return False
         addresses = [0 if t is None else t.data_ptr() for t in (out, *inputs.values())]

@@ -1,4 +1,4 @@
-"""Measured choices: the prediction names the candidates, the GPU at hand decides.
+"""Choices by measurement on this GPU, among the candidates that the model predicts to be fastest.
 
 ``verify=3``          the best predictions and PyTorch's operator are timed when a graph is
                       captured, on random operands of the same sizes.
@@ -27,11 +27,12 @@ from confpred.cuda import driver
 from confpred.errors import ConfpredError, first_line
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
-from confpred.measure.pytorch import as_the_library_calls, operands
+from confpred.measure.pytorch import library_call, operands
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.limits import Limits
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.library import FusedOperator
 from confpred.pytorch.run.loading import compile_ahead, load
 
@@ -45,19 +46,19 @@ _STEPS_MS, _FIRST_STEPS = 20.0, 3
 UNTIMED = "confpred's choices are kept untimed, as "
 
 
-def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice | None:
+def find_best(problem: Problem, ordinal: int, top: int, constraints: Constraints) -> Choice | None:
     """Return the fastest of the `top` best predictions and PyTorch's operator, by measurement; a
     pinned choice is taken as it is, and so is the prediction where nothing can be measured."""
-    predicted = choosing.choose(problem, ordinal, wishes)
+    predicted = choosing.choose(problem, ordinal, constraints)
     if predicted is None or predicted.source in ("pinned", "fallback", "heuristic"):
         return predicted
-    within = choosing.current_predictor().within(choosing.limits_for(problem, wishes.limits))
+    within = choosing.current_predictor().within(choosing.limits_for(problem, constraints.limits))
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
-    # A measurement needs no trust in the model of another device.
+    # Predictions of another device's model are good enough to name candidates.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
-    ours = [c for c in own if choosing.is_ours(c)][:top]
+    candidates = [c for c in own if choosing.runs_kernel(c)][:top]
     try:
-        winner = _measured(ours, predicted, ordinal, wishes)
+        winner = _measure(candidates, predicted, ordinal, constraints.limits)
     except (RuntimeError, ConfpredError) as error:  # of memory, too
         log.warning("%s cannot be measured: %s", problem, str(error).splitlines()[0])
         return predicted
@@ -65,25 +66,25 @@ def fastest(problem: Problem, ordinal: int, top: int, wishes: Wishes) -> Choice 
     return winner
 
 
-def _measured(ours: list[Choice], predicted: Choice, ordinal: int, wishes: Wishes) -> Choice:
+def _measure(candidates: list[Choice], predicted: Choice, ordinal: int, limits: Limits) -> Choice:
     problem: Any = predicted.problem
-    compile_ahead(ours, ordinal, wishes.limits)
+    compile_ahead(candidates, ordinal, limits)
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
-        given = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
-        for choice in ours:
-            ready = load(Assignment.of(choice), ordinal, wishes.limits)
+        inputs = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
+        for choice in candidates:
+            ready = load(Assignment.of(choice), ordinal, limits)
             if ready is not None:
                 launched = replace(choice, candidate=ready.assignment.candidate)
-                calls[launched] = partial(ready.run, *given)
+                calls[launched] = partial(ready.run, *inputs)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
         if fused is None:
-            calls[own] = partial(as_the_library_calls(CONVOLUTION, problem, ordinal), tensors)
+            calls[own] = partial(library_call(CONVOLUTION, problem, ordinal), tensors)
         else:
-            calls[own] = partial(fused.run, *given)
-        times = dict(zip(calls, interleaved(list(calls.values())), strict=True))
+            calls[own] = partial(fused.run, *inputs)
+        times = dict(zip(calls, time_in_turns(list(calls.values())), strict=True))
     best = min(times, key=times.__getitem__)
     log.info("%s: %s is the fastest of %d", problem, best.provider, len(calls))
     return replace(
@@ -104,7 +105,7 @@ def _elapsed_ms(call: Callable[[], Any], launches: int) -> float:
     return float(start.elapsed_time(end)) / launches
 
 
-def interleaved(
+def time_in_turns(
     calls: Sequence[Callable[[], Any]],
     elapsed_ms: Callable[[Callable[[], Any], int], float] = _elapsed_ms,
     round_ms: float = _ROUND_MS,
@@ -124,24 +125,24 @@ def interleaved(
 class Rivals:
     """A captured graph that was compiled with confpred's choices, and without.
 
-    The first call times both as they run from then on, forward and backward together, and keeps
-    the faster. The program sees nothing of it: gradients go nowhere, and random numbers and inputs
-    that the graph writes to get back what they had. Else confpred's choices are kept untimed.
+    The first call times both, forward and backward together, and keeps the faster. The timing has
+    no side effects: gradients are dropped, and the state of random numbers and the inputs that the
+    graph writes to are restored. Where that is impossible, confpred's choices are kept untimed.
 
     Args:
-        ours, others: take the inputs of the graph.
-        written: indices of the inputs that it writes to.
-        decided: called once, with whether `ours` is kept, and why.
+        chosen, plain: functions of the graph's inputs, with confpred's choices and without.
+        written: places of the inputs that the graph writes to.
+        on_decision: called once, with whether `chosen` is kept, and why.
     """
 
-    confpred_capture: Any  # what `confpred.status` knows of it
+    confpred_capture: Any  # the capture, for `confpred.status`
 
     def __init__(
-        self, ours: Callable[..., Any], others: Callable[..., Any], written: Sequence[int],
-        decided: Callable[[bool, str], None],
+        self, chosen: Callable[..., Any], plain: Callable[..., Any], written: Sequence[int],
+        on_decision: Callable[[bool, str], None],
     ) -> None:  # fmt: skip
-        self._kept, self._written, self._lock = ours, written, threading.Lock()
-        self._open: Any = others, decided  # until the first call has decided
+        self._kept, self._written, self._lock = chosen, written, threading.Lock()
+        self._open: Any = plain, on_decision  # until the first call has decided
 
     def __call__(self, *inputs: Any) -> Any:
         if self._open is not None:
@@ -151,26 +152,26 @@ class Rivals:
         return self._kept(*inputs)
 
     def _decide(self, inputs: Sequence[Any]) -> None:
-        (others, decided), is_ours, why = self._open, True, ""
+        (plain, on_decision), is_kept, why = self._open, True, ""
         try:
             why = _why_untimed(inputs, [inputs[i] for i in self._written])
             if not why:
-                ms = _steps_ms((self._kept, others), inputs, self._written)
-                is_ours = ms[0] <= ms[1]
-                kept = "confpred's choices" if is_ours else "PyTorch's operators"
+                ms = _steps_ms((self._kept, plain), inputs, self._written)
+                is_kept = ms[0] <= ms[1]
+                kept = "confpred's choices" if is_kept else "PyTorch's operators"
                 both = "{:.3f} ms a step with confpred's choices, {:.3f} ms without".format(*ms)
                 text = f"{kept} are kept: {both}"
         except Exception as error:  # short of memory, say; the program's own error comes again
             why = first_line(error)
-        self._kept, self._open = self._kept if is_ours else others, None
-        decided(is_ours, UNTIMED + why if why else text)
-        del others, decided
+        self._kept, self._open = self._kept if is_kept else plain, None
+        on_decision(is_kept, UNTIMED + why if why else text)
+        del plain, on_decision
         gc.collect()  # which frees the CUDA graphs of the one that was slower
 
 
 def _why_untimed(inputs: Sequence[Any], written: Sequence[Tensor]) -> str:
-    """Return why the program would see further calls of a graph with these inputs, in words; empty
-    if it would not."""
+    """Return why further calls of a graph with these inputs would have side effects, in words;
+    empty if they have none."""
     if any(isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter) for x in inputs):
         return "an input is of a subclass of Tensor"
     if any(x.requires_grad or x._is_view() or x.is_inference() for x in written):
@@ -188,15 +189,15 @@ def _steps_ms(
     """Return median milliseconds of a step of each of `runs`, forward and backward, until the
     device is done, and undo what it writes; `written` are positions of `inputs`."""
     # In the memory of the inputs, where CUDA graphs read them, without their hooks and gradients.
-    given = [
+    arguments = [
         x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
     ]
-    tensors = [x for x in given if isinstance(x, Tensor)]
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
     learned = [x for x in tensors if x.requires_grad]
     devices = sorted({x.get_device() for x in tensors if x.is_cuda})
 
     def step(run: Callable[..., Any]) -> None:
-        leaves = [x for x in _pytree.tree_leaves(run(*given)) if isinstance(x, Tensor)]
+        leaves = [x for x in _pytree.tree_leaves(run(*arguments)) if isinstance(x, Tensor)]
         heads = [x for x in leaves if x.requires_grad]
         if heads and torch.is_grad_enabled():
             ones = [torch.ones_like(x) for x in heads]
@@ -211,13 +212,13 @@ def _steps_ms(
         return 1e3 * (time.perf_counter() - begun) / steps
 
     with torch.no_grad():
-        former = [(given[i], given[i].clone()) for i in written]
+        former = [(arguments[i], arguments[i].clone()) for i in written]
     with torch.random.fork_rng(devices):
         try:
             calls = [partial(step, run) for run in runs]
             for call in calls * _FIRST_STEPS:
                 elapsed_ms(call, 1)
-            return interleaved(calls, elapsed_ms, _STEPS_MS)
+            return time_in_turns(calls, elapsed_ms, _STEPS_MS)
         finally:
             with torch.no_grad():
                 for x, then in former:

@@ -15,7 +15,7 @@ from layers import H100
 from slow import slow_but
 
 from confpred.families.registry import all_families
-from confpred.measure.contract import _misspelt, check_family
+from confpred.measure.contract import _find_misspelt, check_family
 
 GOOD = layer_norm.FAMILY
 
@@ -152,7 +152,7 @@ def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
 
 
 def test_no_family_of_this_package_is_called_misspelt() -> None:
-    found = {name: [*_misspelt(type(family))] for name, family in all_families().items()}
+    found = {name: [*_find_misspelt(type(family))] for name, family in all_families().items()}
     assert {name: said for name, said in found.items() if said} == {}
 
 

@@ -117,7 +117,7 @@ def test_no_launch_is_expected_to_take_less_than_the_least(repository: Path) -> 
         assert choice.pytorch_ms >= LAUNCH_MS
     assert predictor.rank(problem, "a100", 1)[0].predicted_ms >= LAUNCH_MS
     told = worked("explain", "--gpu", "h100", "--layer", TINY).stdout
-    assert "bound     none: unlike all layers" in told
+    assert "bound     none, out of distribution" in told
     assert f"a launch takes {LAUNCH_MS} ms" in told
     assert "reaches 0% of it" not in told
 

@@ -145,7 +145,7 @@ def test_a_dead_server_is_left_alone_and_found_again(
         start = time.monotonic()
         refused = 0
         while time.monotonic() - start < 0.15:
-            with pytest.raises(ServiceUnavailable, match="left alone"):
+            with pytest.raises(ServiceUnavailable, match="is not asked"):
                 client.choose(LAYER, "h100")
             refused += 1
         assert refused > 3  # each would have taken 0.2 s
@@ -316,7 +316,7 @@ def test_a_reply_that_makes_no_sense_is_refused(body: bytes) -> None:
 
 def check_refused(body: bytes) -> None:
     told = ToldServer(None, Answer(body=body))
-    with told, pytest.raises(ServiceError, match="makes no sense"):
+    with told, pytest.raises(ServiceError, match="unexpected response"):
         choose(told.url)
 
 

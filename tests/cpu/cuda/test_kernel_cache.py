@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from confpred.cuda.cache import KernelCache, default_folder
-from confpred.cuda.compiler import Compiled, compile_kernel
+from confpred.cuda.compiler import CompiledKernel, compile_kernel
 from confpred.cuda.epilogue import epilogue_kernel
 from confpred.problem.operation import KernelSpec
 
@@ -25,7 +25,7 @@ def some_source() -> KernelSpec:
     return epilogue_kernel(64, "float16", bias=True, residual=False, activation="relu")
 
 
-def compile_into(folder: Path) -> Compiled:
+def compile_into(folder: Path) -> CompiledKernel:
     return compile_kernel(some_source(), ARCH, KernelCache(folder))
 
 

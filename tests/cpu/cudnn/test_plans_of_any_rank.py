@@ -11,7 +11,7 @@ import pytest
 
 from confpred.cudnn import family, plans
 from confpred.cudnn.family import FAMILY, FAMILY_ND, largest_error
-from confpred.cudnn.plans import Graph, laid_out
+from confpred.cudnn.plans import Graph, tensor_layout
 from confpred.cudnn.table import kind_of, table, table_nd
 from confpred.families.protocol import Family, LibraryFamily, config_dict
 from confpred.families.registry import families_of, family_named, kernels_of
@@ -44,12 +44,12 @@ def test_tensors_are_described_channels_second(
 ) -> None:
     operation: Any = CONV if isinstance(problem, ConvNd) else CONVOLUTION
     operands = {operand.name: operand for operand in operation.operands(problem)}
-    assert laid_out(problem, operands["in"]) == (sizes, strides)
+    assert tensor_layout(problem, operands["in"]) == (sizes, strides)
     for operand in operands.values():
-        dims, steps = laid_out(problem, operand)
+        dims, steps = tensor_layout(problem, operand)
         assert sum((d - 1) * s for d, s in zip(dims, steps, strict=True)) == operand.elements - 1
     bias = replace(operands["filter"], name="bias", shape=(4,))
-    assert laid_out(problem, bias)[0] == [1, 4, *[1] * (len(sizes) - 2)]
+    assert tensor_layout(problem, bias)[0] == [1, 4, *[1] * (len(sizes) - 2)]
 
 
 class Noting:
@@ -184,7 +184,7 @@ def test_a_tile_means_the_same_in_any_rank(direction: str) -> None:
     assert product(layer) == product(same)
     known = {name: np.array([64]) for name in family.TILE_FIELDS}
     rows = np.array([0])
-    described = [family.described(p, H100, known, rows) for p in (layer, same)]
+    described = [family.describe_tiles(p, H100, known, rows) for p in (layer, same)]
     assert (described[0] == described[1]).all()
 
 

@@ -90,7 +90,7 @@ def test_what_follows_from_a_tile() -> None:
     problem = Problem(2, 40, 30, 30, 96, 3, 3, padding=1)
     values = (128, 64, 32, 128, 128, 48 * 1024)
     known = {name: np.array([0, v]) for name, v in zip(family.TILE_FIELDS, values, strict=True)}
-    nothing, found = family.described(problem, H200, known, np.array([0, 1]))
+    nothing, found = family.describe_tiles(problem, H200, known, np.array([0, 1]))
     assert not nothing.any()
     of = dict(zip(family.TILE_NAMES, found.tolist(), strict=True))
     rows, columns, terms = 2 * 30 * 30, 96, 9 * 40
@@ -118,5 +118,5 @@ def test_what_follows_from_a_tile() -> None:
 def test_sums_of_a_filters_gradient_run_on_across_taps() -> None:
     problem = Problem(1, 8, 9, 9, 8, 3, 3, padding=1, direction="wgrad")
     known = {name: np.array([64]) for name in family.TILE_FIELDS}
-    (found,) = family.described(problem, H200, known, np.array([0]))
+    (found,) = family.describe_tiles(problem, H200, known, np.array([0]))
     assert found[family.TILE_NAMES.index("log_steps")] == pytest.approx(log(2))  # 81 pixels

@@ -187,4 +187,4 @@ def test_compiles_without_a_spill_for_every_target(arch: str) -> None:
 
 
 def test_a_launch_fits_what_every_driver_passes() -> None:
-    assert ctypes.sizeof(folding._Layers) <= 4096
+    assert ctypes.sizeof(folding._FoldLayers) <= 4096

@@ -24,7 +24,7 @@ from confpred.predict.explain import (
     LayerExplanation,
     NearestLayers,
     compare,
-    middling,
+    median_config,
     theme_of,
 )
 from confpred.predict.predictor import Predictor
@@ -78,7 +78,7 @@ def test_comparisons_are_with_the_next_and_with_a_middling_config(explained, our
     ranked = ours.rank(UNSEEN, "h100", 2)
     assert [c.other for c in explained.comparisons] == [
         ranked[1].candidate,
-        middling(model.families[FAMILY.name], UNSEEN, H100),
+        median_config(model.families[FAMILY.name], UNSEEN, H100),
     ]
     near, far = (c.ratio for c in explained.comparisons)
     assert near == pytest.approx(ranked[1].predicted_ms / ranked[0].predicted_ms)
@@ -89,7 +89,7 @@ def test_a_middling_config_is_in_the_middle(model):
     learned = model.families[FAMILY.name]
     rows = learned.legal(UNSEEN, H100)
     cost = learned.order.predict(learned.features(UNSEEN, H100, rows))
-    middle = cost[rows == middling(learned, UNSEEN, H100).config_id]
+    middle = cost[rows == median_config(learned, UNSEEN, H100).config_id]
     assert (cost < middle).sum() <= len(rows) / 2
     assert (cost > middle).sum() <= len(rows) / 2
 
@@ -185,7 +185,7 @@ def test_a_measured_layer_says_so_and_is_its_own_neighbour(predictor, model):
     assert found.choice.source == "measured"
     assert found.pytorch_ms == predictor.expected_ms(known, "h100", PYTORCH_OPERATOR) > 0
     assert found.nearest[0].problem == known
-    assert "the fastest of what was measured of this very layer" in str(found)
+    assert "the fastest candidate measured for this layer" in str(found)
 
 
 def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
@@ -193,15 +193,15 @@ def test_where_pytorchs_operator_is_chosen_its_risk_is_named(predictor, model):
     found = confpred.explain_layer(UNSEEN, predictor=Predictor({"h100": careful}))
     assert found.choice.candidate == PYTORCH_OPERATOR
     assert found.comparisons == ()
-    assert "chosen only if the gain exceeds the model's error" in str(found)
+    assert "PyTorch is chosen because the predicted gain is within the model's error" in str(found)
 
 
 def test_without_a_model_or_a_kernel_there_is_less_to_say(predictor):
     guessed = confpred.explain_layer(UNSEEN, "a100", predictor=predictor)
     assert (guessed.comparisons, guessed.nearest, guessed.model) == ((), (), None)
     assert guessed.choice.source == "transferred"
-    assert "Nothing was learned or measured on this device, but on h100." in str(guessed)
-    assert "bound     none, with no confidence" in str(guessed)
+    assert "The times are predicted from measurements on h100: " in str(guessed)
+    assert "bound     none: no bound is calibrated" in str(guessed)
     assert "95 %" not in str(guessed)
     estimated = confpred.explain_layer(UNSEEN, "a100", predictor=Predictor({}))
     assert "rough estimates" in str(estimated)

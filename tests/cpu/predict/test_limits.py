@@ -198,9 +198,9 @@ def test_limits_hold_for_the_choices_of_a_call(
 ) -> None:
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor({}, plan_of([big])))
     monkeypatch.setattr(choosing.driver, "device_of", lambda _: A100)  # here is no GPU to ask
-    for wishes in (choosing.ANY, choosing.Wishes(Limits(workspace_bytes=2**40))):
-        assert choosing.choose(WGRAD, 0, wishes).source == "pinned"
-    assert needed(choosing.choose(WGRAD, 0, choosing.Wishes(NONE))) == 0
+    for constraints in (choosing.ANY, choosing.Constraints(Limits(workspace_bytes=2**40))):
+        assert choosing.choose(WGRAD, 0, constraints).source == "pinned"
+    assert needed(choosing.choose(WGRAD, 0, choosing.Constraints(NONE))) == 0
 
 
 def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def of_choice(**fields: object) -> Change:
         (lambda c: c.update(kernels={"grouped_fprop": 7}), r'"kernels" must be an object'),
         (lambda c: c.update(choices={}), r'"choices" must be a list'),
         (lambda c: c["choices"].append(7), r"choices\[4\] must be an object of device, problem"),
-        (lambda c: c["choices"].append(c["choices"][0]), r"choices\[4\] is of a problem that was"),
+        (lambda c: c["choices"].append(c["choices"][0]), r"choices\[4\] is of the same problem as"),
         (lambda c: c["choices"][1].pop("provider"), r"choices\[1\] must be an object"),
         (of_choice(sources=1), r"choices\[0\]\.field='sources' is not .*: source"),
         (of_choice(problem={"n": 1}), r"choices\[0\]\.c is missing"),

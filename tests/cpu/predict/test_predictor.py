@@ -25,7 +25,7 @@ from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.explain import explain_layer
 from confpred.predict.plan import plan_of
-from confpred.predict.predictor import RANKINGS_KEPT, Predictor, donor_for
+from confpred.predict.predictor import RANKINGS_KEPT, Predictor, nearest_model
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -160,7 +160,7 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
         for key in ("h100", "h200", "rtx-4090", "h200-nvl")
     }
     donors = {
-        key: donor_for(models, get_device(key), Problem).device.key
+        key: nearest_model(models, get_device(key), Problem).device.key
         for key in ("gh200", "h100-nvl", "rtx-5090", "l40s", "b200")
     }
     assert donors == {
@@ -170,7 +170,7 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
         "l40s": "rtx-4090",
         "b200": "h200",
     }
-    assert donor_for(models, get_device("h200"), int) is None
+    assert nearest_model(models, get_device("h200"), int) is None
 
 
 def test_families_that_the_model_does_not_know_do_not_compete(predictor):

@@ -30,9 +30,9 @@ class Counting(Predictor):
 
     asked = 0
 
-    def _work_out(self, asked: Any) -> Any:
+    def _answer_all(self, asked: Any) -> Any:
         self.asked += len(asked)
-        return super()._work_out(asked)
+        return super()._answer_all(asked)
 
 
 def ask(predictor: Predictor, shares: Sequence[Sequence[Problem]]) -> float:

@@ -92,10 +92,10 @@ class Captured:
         self.options.append(options)
         return self.choose
 
-    def why_not(self, gm: fx.GraphModule, *_: Any) -> None:
+    def why_no_graph(self, gm: fx.GraphModule, *_: Any) -> None:
         self._gm = gm
 
-    def graphed(self, reason: str | None, plain: Any, *, kind: str, **told: Any) -> Any:
+    def make_replayable(self, reason: str | None, plain: Any, *, kind: str, **told: Any) -> Any:
         self.passes.append(Pass(kind, self._gm, told))
         return plain
 
@@ -111,8 +111,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     seen = Captured()
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
-    monkeypatch.setattr(backend, "why_not", seen.why_not)
-    monkeypatch.setattr(backend, "graphed", seen.graphed)  # CUDA graphs need a GPU
+    monkeypatch.setattr(backend, "why_no_graph", seen.why_no_graph)
+    monkeypatch.setattr(backend, "make_replayable", seen.make_replayable)  # CUDA graphs need a GPU
     return seen
 
 

@@ -53,7 +53,7 @@ def test_values_of_options_are_checked(name, value) -> None:
 def test_options_have_defaults() -> None:
     assert Options.of(None) == Options.of({}) == Options(graphs=True, freeze=False, verify=0)
     limits = Limits(workspace_bytes=0)
-    assert Options.of({"limits": limits, "max_regret": 2}).wishes.limits == limits
+    assert Options.of({"limits": limits, "max_regret": 2}).constraints.limits == limits
 
 
 def test_options_reach_the_choices(captured) -> None:
@@ -88,10 +88,10 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
     """AOTAutograd calls the backend under its own modes, in which nothing can be timed."""
     seen = []
 
-    def fastest(problem, ordinal, top, wishes) -> None:
+    def fastest(problem, ordinal, top, constraints) -> None:
         seen.append(torch.ones(3).data_ptr())
 
-    monkeypatch.setattr(backend.verify, "fastest", fastest)  # there is no GPU to time on
+    monkeypatch.setattr(backend.verify, "find_best", fastest)  # there is no GPU to time on
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     model = made(BLOCKS["functional"]()).train(training)
     told = {"graphs": False, "verify": 3}
@@ -103,12 +103,12 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 
 #: Passes that rewrite graphs: the module, the function and whether only Inductor's way has it.
 PASSES = [
-    ("layouts", "to_channels_last", False), ("passes", "views_of_any_layout", False),
+    ("layouts", "to_channels_last", False), ("passes", "let_views_copy", False),
     ("passes", "drop_copies", False), ("fusing", "fuse", False),
-    ("training", "serve_convolutions", False), ("normalising", "serve_norms", False),
-    ("passes", "batch_norms_as_eager", False),
+    ("training", "lower_convolutions", False), ("normalising", "lower_norms", False),
+    ("passes", "restore_eager_batch_norms", False),
     ("passes", "convert_together", False), ("passes", "update_in_place", False),
-    ("inductor", "decomposed", True), ("inductor", "compiled", True),
+    ("inductor", "decompose", True), ("inductor", "compile_pass", True),
 ]  # fmt: skip
 
 
@@ -171,6 +171,6 @@ def test_a_network_that_cannot_be_captured_runs_as_it_is(captured, caplog, monke
     for _ in range(2):
         torch.testing.assert_close(optimized(images()), plain(images()))
     (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "runs as it is, as its capture failed: ValueError: no such graph" in said
+    assert "runs in eager mode, as its capture failed: ValueError: no such graph" in said
     with pytest.raises(ConfpredError, match="no such graph"):
         confpred.optimize(plain, images())

@@ -41,13 +41,13 @@ def image() -> torch.Tensor:
 def test_settings_hold_until_they_are_undone() -> None:
     limits = Limits(workspace_bytes=0)
     with confpred.enabled(max_regret=1.1):
-        assert eager._wishes.max_regret == 1.1
+        assert eager._constraints.max_regret == 1.1
         with confpred.enabled(limits=limits):
-            assert (eager._wishes.max_regret, eager._wishes.limits) == (None, limits)
+            assert (eager._constraints.max_regret, eager._constraints.limits) == (None, limits)
             assert nn.Conv2d._conv_forward is not ORIGINAL
-        assert eager._wishes.max_regret == 1.1
+        assert eager._constraints.max_regret == 1.1
         assert is_enabled()
-    assert eager._wishes == eager.ANY
+    assert eager._constraints == eager.ANY
     assert not is_enabled()
     assert nn.Conv2d._conv_forward is ORIGINAL
 

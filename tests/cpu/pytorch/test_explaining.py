@@ -198,11 +198,11 @@ def test_what_cudnn_brings_is_said_where_it_is_missing(monkeypatch) -> None:
         assert all("pip install" in each for each in said)
 
 
-def test_unlike_is_said() -> None:
+def test_out_of_distribution_is_said() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)).half().eval()
     x = torch.rand(1, 2, 3, 3).half().contiguous(memory_format=torch.channels_last)
     (row, *_) = confpred.explain(model, x, "h100").rows
-    assert row.provider == "pytorch" or "unlike" in row.reason
+    assert row.provider == "pytorch" or "out of distribution" in row.reason
 
 
 # One process captures any number of networks; Dynamo keeps few graphs for each code object.

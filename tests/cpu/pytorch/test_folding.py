@@ -15,7 +15,7 @@ from confpred.families.protocol import Candidate
 from confpred.launch.assignment import Assignment
 from confpred.problem.conv2d import Problem
 from confpred.problem.limits import Limits
-from confpred.pytorch.run.choosing import Wishes
+from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.fold import fold
 
@@ -131,10 +131,10 @@ def test_what_float16_cannot_hold_is_not_folded(captured, network, is_folded, in
 
 
 def test_calls_are_written_and_read() -> None:
-    wishes = Wishes(Limits(workspace_bytes=5, tf32=False), 1.5)
+    constraints = Constraints(Limits(workspace_bytes=5, tf32=False), 1.5)
     problem = Problem(1, 8, 3, 4, 16, 1, 1, stride=(2, 1), padding=(1, 0), groups=2)
     hints = (Assignment(problem, Candidate("cudnn", 3)), Assignment(replace(problem, n=2)))
-    call = Call(GEOMETRY, "relu", (True, False, True), hints, wishes)
+    call = Call(GEOMETRY, "relu", (True, False, True), hints, constraints)
     assert Call.read(call.text()) == call
     assert pickle.loads(pickle.dumps(hints[0])) == hints[0]  # noqa: S301
     assert Call.read(Call(GEOMETRY).text()) == Call(GEOMETRY)

@@ -14,12 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from confpred.problem.activation import GRADIENTS, Gradient
 from confpred.pytorch.rewrite.following import (
     Chain,
-    activation_after,
     follow,
-    norm_after,
-    sum_after,
+    take_activation,
+    take_norm,
+    take_sum,
 )
-from confpred.pytorch.rewrite.passes import gradients_of_silu
+from confpred.pytorch.rewrite.passes import join_silu_gradients
 
 aten = torch.ops.aten
 ACTIVATIONS = {name: row for name, row in GRADIENTS.items() if row is not None}
@@ -62,15 +62,15 @@ def test_an_activation_is_found_with_its_gradient(name: str, row: Gradient) -> N
 
     chain = begun(torch.func.functionalize(both))  # as AOTAutograd has it
     graph = chain.last.graph
-    gradients_of_silu(graph)
+    join_silu_gradients(graph)
     forward = only(graph, getattr(aten, row.forward or name).default)
     gradient = only(graph, operator)
-    longer = activation_after(chain, gradient)
+    longer = take_activation(chain, gradient)
     assert (longer.activation, longer.last, longer.gradient) == (name, forward, gradient)
     # Without the gradient that reads it, too, nothing may be left out.
     reads_argument = not row.saves_output
-    assert (activation_after(chain).activation == "none") is reads_argument
-    assert activation_after(chain, forward) is chain
+    assert (take_activation(chain).activation == "none") is reads_argument
+    assert take_activation(chain, forward) is chain
 
 
 @pytest.mark.parametrize(("name", "row"), ACTIVATIONS.items())
@@ -98,7 +98,7 @@ def test_a_gradient_is_that_of_the_function(name: str, row: Gradient) -> None:
 )
 def test_what_is_no_activation_of_the_table(function: Callable[..., Any]) -> None:
     chain = begun(function)
-    assert activation_after(chain) is chain
+    assert take_activation(chain) is chain
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_no_activation_of_the_table(function: Callable[..., Any]) -> Non
 )
 def test_a_sum(function: Callable[..., Any], place: int | None) -> None:
     chain = begun(function)
-    longer = sum_after(chain)
+    longer = take_sum(chain)
     if place is None:
         assert longer is chain
     else:
@@ -132,10 +132,10 @@ def test_a_sum(function: Callable[..., Any], place: int | None) -> None:
 def test_a_sum_in_float32_with_a_residual_in_half_precision() -> None:
     """As an operator computes it that reads half precision."""
     chain = begun(lambda y, x, v: x.half() + y)
-    assert sum_after(chain) is chain
-    longer = sum_after(chain, torch.float16)
+    assert take_sum(chain) is chain
+    longer = take_sum(chain, torch.float16)
     assert longer.sum == (longer.last, 0)
-    assert sum_after(chain, torch.bfloat16) is chain
+    assert take_sum(chain, torch.bfloat16) is chain
 
 
 @pytest.mark.parametrize(
@@ -149,19 +149,19 @@ def test_a_sum_in_float32_with_a_residual_in_half_precision() -> None:
     ids=["alone", "of another", "its statistics", "read twice"],
 )
 def test_a_norm(function: Callable[..., Any], is_taken: bool) -> None:
-    longer = norm_after(begun(function))
+    longer = take_norm(begun(function))
     assert (len(longer.nodes) == 3) is is_taken
-    assert norm_after(longer) is longer  # one is folded
+    assert take_norm(longer) is longer  # one is folded
 
 
 def test_patterns_follow_in_order_and_leave_what_is_claimed() -> None:
     chain = begun(lambda y, x, v: F.relu(norm(y, v)[0] + x))
-    patterns = (norm_after, sum_after, activation_after)
+    patterns = (take_norm, take_sum, take_activation)
     whole = follow(chain, patterns, ())
     assert [str(node.target) for node in whole.nodes[1::2]] == [
         "aten._native_batch_norm_legit_no_training.default",
         "aten.add.Tensor",
     ]
     assert whole.activation == "relu"
-    assert follow(chain, patterns, claimed=whole.nodes[3:]) == norm_after(chain)
-    assert follow(chain, (activation_after,), ()) is chain
+    assert follow(chain, patterns, claimed=whole.nodes[3:]) == take_norm(chain)
+    assert follow(chain, (take_activation,), ()) is chain

@@ -20,7 +20,7 @@ import torch
 
 import confpred
 from confpred.cuda import driver
-from confpred.cuda.compiler import Compiled
+from confpred.cuda.compiler import CompiledKernel
 from confpred.families.protocol import Candidate
 from confpred.launch import kernels
 from confpred.launch.assignment import Assignment
@@ -58,7 +58,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         (driver, "device_of", lambda _: get_device("h100")),
         (driver, "make_current", lambda _: None),
         (driver, "outside_capture", nullcontext),
-        (kernels, "compile_kernel", lambda *_: Compiled(b"", "kernel", cached=True)),
+        (kernels, "compile_kernel", lambda *_: CompiledKernel(b"", "kernel", cached=True)),
         (driver, "load", lambda *_: kernel),
         (driver, "_launch_kernel", lambda: lambda *call: asked.append(call)),
         (torch.cuda, "current_device", lambda: 0),

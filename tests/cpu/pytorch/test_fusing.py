@@ -329,14 +329,14 @@ def test_problems_are_those_of_the_layers(captured) -> None:
 )
 def test_what_inductors_passes_compute_on_their_way_is_theirs(function, fused, monkeypatch) -> None:
     # Inductor compiles for a GPU, and there is none.
-    monkeypatch.setattr(explain.Recorder, "_inductors", lambda self, _: self._device)
+    monkeypatch.setattr(explain.Recorder, "_inductor_device", lambda self, _: self._device)
     conv, other = nn.Conv2d(192, 192, 3, padding=1), nn.Conv2d(192, 192, 1)
     layers = {"conv": conv, "other": other, "norm": nn.BatchNorm2d(192)}
     model = Around(function, **layers).to(memory_format=LAST)
     x = torch.empty(128, 192, 28, 28).to(memory_format=LAST)
     found = explain.capture(model, x, get_device("h100"), dtype=torch.float16)
     assert [site.fused for site in found.sites] == fused
-    assert all(site.is_ours for site in found.sites if site.direction == "fprop")
+    assert all(site.is_lowered for site in found.sites if site.direction == "fprop")
 
 
 @pytest.mark.slow(reason="Inductor compiles programs in C++")

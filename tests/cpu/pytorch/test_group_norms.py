@@ -397,7 +397,7 @@ def test_a_launch_and_pytorchs_operators_agree(
     text, found = Assignment(p).text(), []
     for ready in (Launched(p), None):
         monkeypatch.setattr(Tensor, "is_cuda", True)  # as on a GPU
-        monkeypatch.setattr(norms, "kept", lambda *_, ready=ready: ready)  # kernels need one
+        monkeypatch.setattr(norms, "cached", lambda *_, ready=ready: ready)  # kernels need one
         if not p.is_backward:
             found.append(norms.group_forward(x, *vectors, more, [torch.tensor([EPS])], EPS, text))
             continue

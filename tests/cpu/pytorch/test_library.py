@@ -11,7 +11,7 @@ from torch import nn
 
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.backend import confpred as backend
-from confpred.pytorch.run.library import FusedOperator, fuses, takes_pixels
+from confpred.pytorch.run.library import FusedOperator, is_one_operator, takes_pixels
 
 PRODUCT = Problem(2, 16, 9, 9, 32, 1, 1, bias=True)
 RELU = Problem(2, 16, 9, 9, 32, 3, 3, padding=(1, 1), bias=True, activation="relu")
@@ -41,7 +41,7 @@ RELU = Problem(2, 16, 9, 9, 32, 3, 3, padding=(1, 1), bias=True, activation="rel
     ],
 )
 def test_which_layers_are_one_operator(problem: Problem, is_one: bool) -> None:
-    assert fuses(problem) is is_one
+    assert is_one_operator(problem) is is_one
     assert (FusedOperator.of(problem) is not None) is is_one
 
 

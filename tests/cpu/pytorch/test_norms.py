@@ -148,7 +148,7 @@ def test_of_two_norms_that_are_added_one_has_the_sum(
         left.extend(node for node in graph.nodes if node.target in targets)
 
     # Looks at the graph before its last pass.
-    monkeypatch.setattr(backend.passes, "batch_norms_as_eager", seen)
+    monkeypatch.setattr(backend.passes, "restore_eager_batch_norms", seen)
     block = NormBlock(AFTER["relu"])
     parts = {"conv": block.conv, "norm": block.norm, "last": block.last}
     model = Around(both, **parts, other=nn.BatchNorm2d(WIDTH)).to(memory_format=torch.channels_last)

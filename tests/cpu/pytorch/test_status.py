@@ -98,16 +98,16 @@ def test_a_kernel_that_cannot_be_had_is_not_said_to_run(captured, monkeypatch) -
     confpred.optimize(model)(image())
     (capture,) = status._captures_of(model, model._compiled_call_impl.calls)
     first, second = capture.sites
-    monkeypatch.setattr(choosing, "_kept", dict(choosing._kept))  # others keep theirs
+    monkeypatch.setattr(choosing, "_cache", dict(choosing._cache))  # others keep theirs
     assert not loading.was_refused(first.choice, 0, UNLIMITED)
     launch = ("launch", loading.Assignment.of(first.choice), 0, choosing.limits_for(
         first.problem, UNLIMITED))  # fmt: skip
-    choosing.kept(launch, lambda: None)
+    choosing.cached(launch, lambda: None)
     told = confpred.status(model)
     assert told.providers == {"pytorch": 1, "cudnn": 1}
     (reason,) = told.left
     assert "cuDNN" in reason or "kernel" in reason
-    assert second.is_ours
+    assert second.is_lowered
 
 
 @pytest.mark.parametrize("how", ["optimize", "torch.compile"])
@@ -140,7 +140,7 @@ def test_a_forward_that_is_not_captured_says_so() -> None:
 @torch.no_grad()
 def test_a_graph_that_cannot_be_made_says_why(captured, monkeypatch) -> None:
     """CUDA graphs need a GPU: what decides about them is asked here, and finds the CPU."""
-    monkeypatch.setattr(backend, "graphed", graphs.graphed)  # the real one
+    monkeypatch.setattr(backend, "make_replayable", graphs.make_replayable)  # the real one
     model, x = net(), image()
     confpred.optimize(model)(x)
     assert confpred.status(model).replay == ("inference: no CUDA graph as it uses cpu",)
@@ -150,7 +150,7 @@ def test_a_graph_that_cannot_be_made_says_why(captured, monkeypatch) -> None:
 
 def test_replays_and_reasons_are_counted() -> None:
     reasons: set[str] = set()
-    memory = backend.Memory()
+    memory = backend.GraphMemory()
     run = graphs.Graphed(
         list, memory=memory, device=0, static=(), written=(), visible=None, kind="inference",
         reasons=reasons,
@@ -158,7 +158,7 @@ def test_replays_and_reasons_are_counted() -> None:
     made = status.Pass("inference", reasons, "Inductor", status.ref(run))
     assert made.replay() == "CUDA graph, recorded at the second call"
     run.replays = 3
-    run._without([], "in other threads than the main one")
+    run._run_plain([], "in other threads than the main one")
     assert made.replay() == (
         "CUDA graph, replayed 3 times; no CUDA graph in other threads than the main one"
     )

@@ -153,7 +153,7 @@ def test_what_would_be_seen_is_not_timed(monkeypatch, around, function, why) -> 
 @torch.no_grad()
 def test_an_error_while_it_is_timed_fails_no_program(monkeypatch) -> None:
     slow(monkeypatch, ours=True)
-    monkeypatch.setattr(verify, "interleaved", lambda *_: 1 / 0)  # as where memory is short
+    monkeypatch.setattr(verify, "time_in_turns", lambda *_: 1 / 0)  # as where memory is short
     model, x = network(), image()
     expected = model(x)
     torch.testing.assert_close(confpred.optimize(model, verify="network")(x), expected)
@@ -219,7 +219,7 @@ def test_without_a_compiler_or_a_cache_both_run_as_pytorchs_operators(
     expected = model(x)
     confpred.optimize(model, verify="network", inductor=True)
     if fault == "compiler":
-        monkeypatch.setattr(backend.inductor, "compiled", lambda *_: 1 / 0)  # a broken compiler
+        monkeypatch.setattr(backend.inductor, "compile_pass", lambda *_: 1 / 0)  # a broken compiler
     else:
         (tmp_path / "file").touch()  # nobody, not even root, makes folders in a file
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -183,7 +183,7 @@ def offering(listed: dict[str, Any], files: dict[str, bytes]) -> Iterator[str]:
 CARDS: dict[str, tuple[dict[str, Any], str]] = {
     "another device": ({"device": "h200"}, "is for 'h200', not for h100"),
     "a path as its device": ({"device": "../../x"}, "is no key of a device"),
-    "a date to come": ({"created": "9999-01-01T00:00:00+00:00"}, "the newest for ever"),
+    "a date to come": ({"created": "9999-01-01T00:00:00+00:00"}, "missing or in the future"),
     "a file of another kind": ({"files": {".bashrc": "0" * 64}}, "has a file '.bashrc'"),
 }
 

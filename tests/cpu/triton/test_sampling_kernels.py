@@ -12,7 +12,7 @@ import torch
 from shared import python, python_says
 
 from confpred.measure.calls import check_calls, relative_error
-from confpred.triton.triton_family import Call
+from confpred.triton.triton_family import ExampleCall
 
 TESTS = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
@@ -72,7 +72,7 @@ torch.testing.assert_close(out, expected * torch.sigmoid(1.702 * expected))
     python_says("-c", program, TESTS.parent / "examples" / "triton", TRITON_INTERPRET="1")
 
 
-def doubling() -> tuple[Call, dict[str, torch.Tensor]]:
+def doubling() -> tuple[ExampleCall, dict[str, torch.Tensor]]:
     """Return a call whose configs double a vector in place, each wrongly in its own way."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -89,7 +89,7 @@ def doubling() -> tuple[Call, dict[str, torch.Tensor]]:
         if row == 5:
             tensors["x"].add_(1e-5)
 
-    return Call(launch, print, tensors), tensors
+    return ExampleCall(launch, print, tensors), tensors
 
 
 def test_a_config_that_differs_or_fails_is_a_row() -> None:
@@ -107,7 +107,7 @@ def test_a_config_that_differs_or_fails_is_a_row() -> None:
 
 
 def test_a_kernel_that_changes_nothing_is_told() -> None:
-    call = Call(lambda row: None, print, {"x": torch.ones(2)})
+    call = ExampleCall(lambda row: None, print, {"x": torch.ones(2)})
     (found,) = check_calls(call, [0], lambda row: None).values()
     assert (found.status, found.message) == ("wrong_result", "it changes none of its tensors")
 
