@@ -1,7 +1,7 @@
 // Parts of the kernels of grouped convolution of any group width: copies of channels that lie at any alignment,
 // tiles of images in shared memory, fragments.
 //
-// Channels of a group are brought into shared memory in pieces of 8, the last of which zeros fill up. No tensor is
+// Channels of a group are brought into shared memory in parts of 8, the last of which zeros fill up. No tensor is
 // padded in device memory: a thread copies as many channels at once as a group's width lets it.
 #pragma once
 #include "common.cuh"

@@ -15,7 +15,7 @@
 // A thread owns VEC channels and BLOCK_T planes of the filter, whose sums stay in its registers, and goes through
 // tiles of the images: TILE_P x TILE_Q pixels of a band of output planes. It walks down such a tile; each row of
 // an input plane is loaded and converted once, and meets the DEPTH output planes that it overlaps, a sliding
-// window in registers. STRIDE = DILATION = 1, BLOCK_T = 3:
+// filter in registers. STRIDE = DILATION = 1, BLOCK_T = 3:
 //
 //        row of input plane i ----+---- window[0]: output plane i      --> sums of filter plane 0    (entered by this step)
 //                                 +---- window[1]: output plane i - 1  --> sums of filter plane 1
@@ -28,7 +28,7 @@
 //
 // Parts:
 //   block   lanes_c neighbours along channels by PLANE_GROUPS by tiles, of a split of these
-//   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q places at a
+//   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q positions at a
 //           time
 //
 // Bound: bytes in the floor; in fact the issue of instructions, 55 % of them multiply-adds at 3x3x3, by the few

@@ -144,13 +144,13 @@ def most_bytes() -> int:
 
 
 def note_use(path: Path) -> None:
-    """Note that the entry at `path` was used now."""
+    """Record that the entry at `path` was used now."""
     with contextlib.suppress(OSError):  # a disk that is read-only: nothing can be removed either
         os.utime(path)
 
 
 def note_addition(folder: Path, size: int, most: int) -> None:
-    """Note that an entry of `size` bytes was written to `folder`, and sweep it where that may have
+    """Count an entry of `size` bytes written to `folder`, and sweep the folder where that may have
     made it larger than `most` bytes. Each process may add a sixteenth of them before it sweeps."""
     together = _added.get(folder, most) + size
     if together <= most * _LOOK_AGAIN:

@@ -134,7 +134,7 @@ def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ||found - expected|| / ||expected||; NaN at the same places is equal."""
+    """Return ||found - expected|| / ||expected||; NaN at the same indices is equal."""
     both = actual.double(), expected.double()
     if not both[0].isnan().equal(both[1].isnan()):
         return float("inf")

@@ -340,7 +340,7 @@ def status(model: nn.Module) -> Status:
 
 def _captures_of(model: nn.Module, calls: Calls | None) -> list[Capture]:
     """Return the captures of an optimized model. For another model, return those that read its
-    tensors, and those without tensors whose frames are between theirs, cut from the same forward.
+    tensors, and those without tensors whose frames are between them, cut from the same forward.
     """
     if calls is not None:
         return [capture for capture in list(_captures) if capture.calls is calls]

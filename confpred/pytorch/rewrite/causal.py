@@ -92,7 +92,7 @@ def match_cut(node: fx.Node) -> Causal | None:
 
 
 def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
-    """Return stride, padding, dilation and window of a convolution of lines; None of others."""
+    """Return stride, padding, dilation and filter size of a convolution of lines, else None."""
     geometry, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
     if geometry is None or sites.arguments_of(node)[6] or len(window) != 1:
         return None

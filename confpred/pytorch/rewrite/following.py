@@ -37,7 +37,7 @@ class Chain:
     Attributes:
         nodes: first to last, with the ``getitem`` of a norm.
         norm: the batch norm among them.
-        sum: the node that adds the residual, and the residual's place among its arguments.
+        sum: the node that adds the residual, and the residual's index among its arguments.
         activation: name of the activation, or ``none``.
         gradient: the node of the activation's gradient; None in a graph of inference.
     """

@@ -258,7 +258,7 @@ def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.
 
 
 def _inserting_behind(source: fx.Node, reader: fx.Node) -> Any:
-    """Return a context that places nodes behind `source`; a tangent's are of the backward pass."""
+    """Return a context that inserts nodes behind `source`; a tangent's are of the backward pass."""
     if source.op == "placeholder" and "tangents" in str(source.target):
         return source.graph.inserting_before(reader)
     return source.graph.inserting_after(_last_of_inputs(source))

@@ -60,15 +60,15 @@ class Layer:
     Attributes:
         chain: the norm and its epilogue.
         problems: one a direction, forward first; None where no record describes it.
-        inputs: places of input, weight and bias, and of a batch norm's running mean and variance;
+        inputs: positions of input, weight, bias, and of a batch norm's running mean and variance;
             None for an absent one.
         scalars: numbers among the arguments of the forward operator.
         ends: nodes that the first result of the forward operator replaces.
-        scale: places of an adaptive norm's factor and term for each sample and channel, or empty.
+        scale: positions of an adaptive norm's factor and term by sample and channel, or empty.
         grad_path: nodes from the gradient behind the activation to the norm's own gradient, the
             last; empty without a backward pass.
-        grad: place of the output's gradient; None without a backward pass.
-        grads: nodes that the gradients of input, weight and bias replace, by place.
+        grad: position of the output's gradient; None without a backward pass.
+        grads: nodes that the gradients of input, weight and bias replace, by index.
     """
 
     chain: Chain
@@ -287,7 +287,7 @@ def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
 
 
 def _parameter(norm: fx.Node, name: str) -> Place | None:
-    """Return the place of a weight or bias, which instance norm repeats for every sample."""
+    """Return the position of a weight or bias, which instance norm repeats for every sample."""
     arguments = _named(norm)
     node = arguments.get(name)
     if node is None:
@@ -297,8 +297,8 @@ def _parameter(norm: fx.Node, name: str) -> Place | None:
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
-    """Return the place of the output's gradient; None where nodes read a gradient in between that
-    the operator does not return."""
+    """Return the position of the output's gradient; None where nodes read a gradient in between,
+    which the operator does not return."""
     inner = chain.gradient
     reader = back[0] if inner is None else _path_to(inner, dtype)[0]
     reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
@@ -306,7 +306,7 @@ def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place
 
 
 def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
-    """Return the nodes of the gradients of input, weight and bias, by place; None where the
+    """Return the nodes of the gradients of input, weight and bias, by index; None where the
     operator's gradients cannot replace them."""
     grads: dict[int, Sequence[fx.Node]] = {}
     if not _named(backward)["output_mask"][0]:
@@ -330,7 +330,7 @@ def _take_scale(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
     """Take an adaptive norm's factor and term for each sample and channel; return the chain, their
-    places, and the shapes of the weights that they and the norm's own combine to."""
+    positions, and the shapes of the weights that they and the norm's own combine to."""
     nodes: list[fx.Node] = []
     places: list[Place] = []
     dtypes: set[torch.dtype] = set()

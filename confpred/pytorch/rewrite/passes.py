@@ -230,7 +230,7 @@ def update_in_place(graph: fx.Graph) -> None:
             graph.erase_node(value)
             counts.append(home)
     confpred = torch.ops.confpred
-    # The place of the first new statistic among results, and of the first old one among arguments.
+    # The index of the first new statistic among results, and of the first old one among arguments.
     for functional, in_place, result, argument in (
         (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
         (confpred.batch_norm.default, confpred.batch_norm_.default, 3, 4),

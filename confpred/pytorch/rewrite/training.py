@@ -24,8 +24,8 @@ def lower_convolutions(
     graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
     compiled: bool = False,
 ) -> list[sites.Site]:  # fmt: skip
-    """Replace convolutions of a graph, and halves of their backward, by confpred's operators in
-    place, where these are chosen, and return all sites. `constraints` are for tensors of other
+    """Replace convolutions of a graph, and halves of their backward, by confpred's operators
+    where these are chosen, and return all sites. `constraints` are for tensors of other
     sizes; `compiled`: whether Inductor compiles the other operators."""
     layers = causal.lower_convolutions(graph, choose, constraints, fuses=False)
     matches = []

@@ -131,7 +131,7 @@ class Rivals:
 
     Args:
         chosen, plain: functions of the graph's inputs, with confpred's choices and without.
-        written: places of the inputs that the graph writes to.
+        written: indices of the inputs that the graph writes to.
         on_decision: called once, with whether `chosen` is kept, and why.
     """
 

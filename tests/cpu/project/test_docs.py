@@ -96,7 +96,9 @@ def test_every_path_in_a_comment_exists() -> None:
     """A path with a folder is of the repository, one without of a source anywhere in it; what is
     in capitals stands for any name."""
     tops = ("kernels", "confpred", "service", "benchmarks", "datasets", "examples", "tests")
-    sources = [p for top in tops for p in (ROOT / top).rglob("*") if p.suffix[:3] in (".py", ".cu")]
+    sources = [
+        p for top in tops for p in (ROOT / top).rglob("*") if p.suffix in (".py", ".cu", ".cuh")
+    ]
     names, read, missing = {path.name for path in sources}, 0, []
     for path in sources:
         for word in _PATH.findall("\n".join(comments(path))):

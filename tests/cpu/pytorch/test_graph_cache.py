@@ -49,7 +49,7 @@ def image() -> Tensor:
 
 
 def results(model: nn.Module, **options: Any) -> list[Tensor]:
-    """Results of an optimized copy of `model`, and gradients in training."""
+    """Return results of an optimized copy of `model`, and gradients in training."""
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     confpred.optimize(model, inductor=True, **options)
@@ -62,7 +62,7 @@ def results(model: nn.Module, **options: Any) -> list[Tensor]:
 
 
 def hits() -> tuple[int, int]:
-    """How many graphs were kept, and how many found, since the last call."""
+    """Return how many graphs were kept, and how many found, since the last call."""
     counted = counters.pop("aot_autograd", {})
     return counted.get("autograd_cache_saved", 0), counted.get("autograd_cache_hit", 0)
 
@@ -100,7 +100,7 @@ def test_layers_and_choices_are_as_they_were(on_h100: Any, training: bool) -> No
 
 
 def layers_of(model: nn.Module, x: Tensor) -> tuple[Any, tuple[int, int]]:
-    """What `confpred.status` says of a copy of `model` after a call, and `hits`."""
+    """Return what `confpred.status` says of a copy of `model` after a call, and `hits`."""
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     confpred.optimize(model, inductor=True)
