@@ -84,7 +84,8 @@ def models() -> None:
 
 def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
-    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables."""
+    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables
+    and the headers of the kernels."""
     newest = model_folders(ROOT / "models")
     devices = measured_devices()
     data = [measured(device) for device in devices]
@@ -107,7 +108,11 @@ def results() -> None:
             out = ROOT / "benchmarks" / "results" / device / f"evaluation_{name}.json"
             judged = (*data, "--device", device, *held, "--holdout-only")
             confpred("evaluate", *judged, "--json", out, "--force")
-    for module in ("benchmarks.model.chain_choices", "benchmarks.tables"):
+    for module in (
+        "benchmarks.model.chain_choices",
+        "benchmarks.kernels.shares",
+        "benchmarks.tables",
+    ):
         subprocess.run([sys.executable, "-m", module], check=True, cwd=ROOT)
 
 

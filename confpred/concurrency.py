@@ -8,7 +8,7 @@ enters before the fork is done; sections may be side by side and inside one anot
 from __future__ import annotations
 
 import contextlib
-import logging  # its locks are taken inside sections, so that its hooks must be there before these
+import logging  # its fork hooks must be registered first: its locks are taken inside sections
 import os
 import signal
 import threading
@@ -19,12 +19,12 @@ from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
 log = logging.getLogger(__name__)
-#: Seconds that a fork waits at most: more than a prediction, a model or a kernel takes.
+#: Most seconds that a fork waits: more than a prediction, a model or a kernel takes.
 LONGEST_WAIT_S = 30.0
 
 
 class _Sections:
-    """Count of the sections that each thread is inside; a fork waits for their end."""
+    """Count of the sections that each thread is inside; a fork waits until they end."""
 
     def __init__(self) -> None:
         self._open_again()
@@ -79,7 +79,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 class PerProcess(Generic[Made]):
-    """A value that `make` makes once a process; a forked child makes its own."""
+    """A value that `make` makes once a process; a forked child makes one of its own."""
 
     def __init__(self, make: Callable[[], Made]) -> None:
         self._make = make
@@ -96,7 +96,7 @@ class PerProcess(Generic[Made]):
         return made[1]
 
     def take(self) -> Made | None:
-        """Give up and return what this process has made; `get` makes it anew."""
+        """Remove and return what this process has made; `get` makes it again."""
         with uninterrupted, self._lock:
             made, self._made = self._made, None
         return made[1] if made is not None and made[0] == os.getpid() else None
@@ -107,8 +107,8 @@ Found = TypeVar("Found")
 
 
 class Later(Mapping[Asked, Found]):
-    """The mapping that `read` returns, which is called at the first question; two threads that ask
-    at once may both call it, and find the same."""
+    """The mapping that `read` returns, which is called at the first access. Two threads may both
+    call it at once, and get equal mappings."""
 
     def __init__(self, read: Callable[[], Mapping[Asked, Found]]) -> None:
         self._read = cache(read)
@@ -136,12 +136,12 @@ class Recent(Generic[Asked, Found]):
         self._old: dict[Asked, Found] = {}
 
     def get(self, key: Asked) -> Found | None:
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is not None:
-                self.put(key, found)
-        return found
+        value = self._young.get(key)
+        if value is None:
+            value = self._old.get(key)
+            if value is not None:
+                self.put(key, value)
+        return value
 
     def put(self, key: Asked, value: Found) -> None:
         if len(self._young) >= self._least:
@@ -156,10 +156,10 @@ class Recent(Generic[Asked, Found]):
 
 
 class Remembered(Generic[Asked, Found]):
-    """The function `find`, of which the answers used last are kept, as in `Recent`.
+    """The function `find` with a cache of the results used last (`Recent`).
 
-    Safe to share between threads, and to fork. Threads that ask the same new thing at once share
-    one call of `find`, which takes several things and returns the answer to each, never None.
+    Safe to share between threads, and to fork. Threads that need the same new result at once share
+    one call of `find`, which takes several arguments and returns the result of each, never None.
     """
 
     def __init__(self, find: Callable[[Sequence[Asked]], Sequence[Found]], least: int) -> None:
@@ -169,45 +169,45 @@ class Remembered(Generic[Asked, Found]):
         self._under_way: dict[Asked, threading.Event] = {}
 
     def __call__(self, asked: Asked) -> Found:
-        while (found := self._recent.get(asked)) is None:
-            with uninterrupted:  # so that a forked child finds nothing under way
+        while (answer := self._recent.get(asked)) is None:
+            with uninterrupted:  # so that no call is under way in a forked child
                 mine = threading.Event()
                 with self._lock:
                     done = self._under_way.setdefault(asked, mine)
                 if done is mine:
-                    return self._found([asked], mine)[asked]
-            done.wait()  # then look again: where it failed, this thread tries
-        return found
+                    return self._answer([asked], mine)[asked]
+            done.wait()  # then look again; if that call failed, this thread tries
+        return answer
 
     def many(self, asked: Sequence[Asked]) -> list[Found]:
-        """Return the answers to all of `asked`, in order; new ones are found in one call."""
-        found: dict[Asked, Found | None] = {each: self._recent.get(each) for each in asked}
-        new = [each for each, known in found.items() if known is None]
+        """Return the results of all of `asked`, in order; new ones are computed in one call."""
+        answers: dict[Asked, Found | None] = {key: self._recent.get(key) for key in asked}
+        new = [key for key, answer in answers.items() if answer is None]
         if new:
             with uninterrupted:
                 mine = threading.Event()
                 with self._lock:
-                    new = [each for each in new if self._under_way.setdefault(each, mine) is mine]
-                found.update(self._found(new, mine))
-        # Values that are missing now are under way elsewhere, and waited for last: two threads that
-        # each wait for something of the other's have both done their own.
-        return [self(each) if (known := found[each]) is None else known for each in asked]
+                    new = [key for key in new if self._under_way.setdefault(key, mine) is mine]
+                answers.update(self._answer(new, mine))
+        # Results that are missing now are under way in other threads. They are waited for last, so
+        # two threads that wait for each other have both finished their own.
+        return [self(key) if (answer := answers[key]) is None else answer for key in asked]
 
-    def _found(self, asked: Sequence[Asked], done: threading.Event) -> dict[Asked, Found]:
-        """Return the answers to what this thread has under way."""
+    def _answer(self, asked: Sequence[Asked], done: threading.Event) -> dict[Asked, Found]:
+        """Return the results of what this thread has under way."""
         try:
-            # Another thread may have been done between this one's look and its turn.
-            known = {each: self._recent.get(each) for each in asked}
-            answers = {each: found for each, found in known.items() if found is not None}
-            if new := [each for each in asked if each not in answers]:
+            # Another thread may have finished since this one looked.
+            stored = {key: self._recent.get(key) for key in asked}
+            answers = {key: answer for key, answer in stored.items() if answer is not None}
+            if new := [key for key in asked if key not in answers]:
                 answers.update(zip(new, self._find(new), strict=True))
-                for each in new:
-                    self._recent.put(each, answers[each])
+                for key in new:
+                    self._recent.put(key, answers[key])
             return answers
         finally:
             with self._lock:
-                for each in asked:
-                    del self._under_way[each]
+                for key in asked:
+                    del self._under_way[key]
             done.set()
 
 
@@ -215,8 +215,8 @@ _LOOK_SECONDS = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Make this process end soon after `parent`, the process that started it, even if that is
-    killed; Ctrl-C, which the terminal sends to helpers too, is left to `parent`.
+    """Make this process end soon after `parent`, the process that started it, even if that one is
+    killed. Ctrl-C, which the terminal sends to helper processes too, is left to `parent`.
 
     It looks twice a second: Linux's signal comes when the *thread* that started this process ends.
     """
@@ -234,13 +234,12 @@ def end_with(parent: int) -> None:
 def stops_held() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the block ends, so that no start of processes is cut off
     halfway. Signals that end this process at once, or are ignored, stay as they are. Started
-    processes inherit the blocked Ctrl-C: who started them decides what becomes of their work.
-    """
+    processes inherit the blocked Ctrl-C; their starter decides when they end."""
     from multiprocessing import resource_tracker  # imports a dozen modules
 
-    resource_tracker.ensure_running()  # where it starts by itself, it unblocks the signal
+    resource_tracker.ensure_running()  # started later, it would unblock the signal
     came: list[int] = []
-    # Blocking alone does not do: a thread that has the signal unblocked may take it, and Python
+    # Blocking is not enough: a thread that has the signal unblocked may take it, and Python
     # then runs the handler in the main thread all the same.
     held = {}
     if threading.current_thread() is threading.main_thread():  # handlers run in no other

@@ -10,7 +10,7 @@ ConfpredError
 |-- StorageError                      the disk refused a write (full, read-only, no permission)
 |-- CompileError                      NVRTC refused a kernel; `.log` holds its words
 |-- LaunchError                       the CUDA driver refused a launch
-|-- ServiceError                      the HTTP service refused a request, or replies nonsense
+|-- ServiceError                      the HTTP service refused a request, or its reply is malformed
 |   `-- ServiceUnavailable            ... or it cannot be reached in time
 `-- MissingExtra (also an ImportError)  an optional dependency is not installed
 """
@@ -38,7 +38,7 @@ class InvalidInput(ConfpredError, ValueError):
     Attributes:
         field: name of the field, as the user wrote it.
         value: the offending value.
-        allowed: what would have been accepted, in words.
+        allowed: the values that are accepted, in words.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
@@ -48,16 +48,16 @@ class InvalidInput(ConfpredError, ValueError):
 
 
 class InvalidProblem(InvalidInput):
-    """A problem's field, or a combination of fields, describes nothing that can be computed."""
+    """A problem's field, or a combination of fields, that describes no computation."""
 
 
 class UnknownDevice(InvalidInput):
-    """A device name is not one that confpred has a description of."""
+    """A device name without a description in confpred."""
 
 
 @contextlib.contextmanager
 def placed(where: str) -> Iterator[None]:
-    """Put `where` before the field that an InvalidInput of the block names."""
+    """Prefix the field of an InvalidInput that is raised in the ``with`` block with `where`."""
     try:
         yield
     except InvalidInput as error:
@@ -93,8 +93,8 @@ class LaunchError(ConfpredError):
 
 
 class ServiceError(ConfpredError):
-    """The HTTP service refused a request, or its reply is none that confpred understands: its
-    `status`, or None, and the `request_id` by which the service's log has the request."""
+    """The HTTP service refused a request, or its reply is malformed. It has the reply's `status`,
+    or None, and the `request_id` of the request in the service's log."""
 
     def __init__(self, what: str, status: int | None, request_id: str) -> None:
         self.status, self.request_id = status, request_id
@@ -115,14 +115,15 @@ class MissingExtra(ConfpredError, ImportError):
 _COMPARED = 200  # characters of a name: comparing takes longer than linearly
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
-    """Return the names among `known` that `value` may mean; all of them if none is like it."""
-    known, words = [*known], str(value)[:_COMPARED]
-    return " or ".join(difflib.get_close_matches(words, known, 2) or known)
+def nearest(value: object, names: Iterable[str]) -> str:
+    """Return the one or two names among `names` that are closest to `value`; all of them if none is
+    close."""
+    names, words = [*names], str(value)[:_COMPARED]
+    return " or ".join(difflib.get_close_matches(words, names, 2) or names)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of another library, or its class where it says nothing."""
+    """Return the first line of an error of another library, or its class if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -135,8 +136,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# No package index has confpred, so a message about an extra names the source of this installation,
-# or else the packages of the extra.
+# confpred is in no package index, so a message about an extra names the source of this
+# installation, or else the packages of the extra.
 _NAME = "confpred"
 _CLONE = Path(__file__).parents[1]
 _OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -161,7 +162,7 @@ def install_command(extra: str) -> str:
 
 def _packages(extra: str, requirements: list[str]) -> list[str]:
     """Return the packages of `extra`, and of the extras in it, among metadata's `requirements`."""
-    found: list[str] = []
+    packages: list[str] = []
     for requirement in requirements:
         package, _, marker = (part.strip() for part in requirement.partition(";"))
         of = _OF_EXTRA.search(marker)
@@ -169,8 +170,8 @@ def _packages(extra: str, requirements: list[str]) -> list[str]:
             continue
         inner = re.fullmatch(rf"{_NAME}\[(.+)\]", package)
         parts = [name.strip() for name in inner[1].split(",")] if inner else []
-        found += [p for part in parts for p in _packages(part, requirements)] or [package]
-    return list(dict.fromkeys(found))
+        packages += [p for part in parts for p in _packages(part, requirements)] or [package]
+    return list(dict.fromkeys(packages))
 
 
 def _pip(*words: str) -> str:

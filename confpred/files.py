@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and JSON files that say what they are."""
+"""Files and folders that appear whole or not at all, and JSON files with a format field."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def write_whole(
 
     Args:
         path: the file to make or replace.
-        write: is given the temporary file, open for writing bytes.
-        private: only this user may read the file and the folders made for it, and nobody waits for
-            the disk: after a power cut the file may hold anything, so its reader has to check it.
+        write: called with the temporary file, open for writing bytes.
+        private: only this user may read the file and the folders made for it, and the file is not
+            synced: after a power cut it may hold anything, so its reader has to check it.
         replace: a file of that name may exist, and is replaced.
-        mode: who may read the file, unless it is private.
+        mode: the file's permissions, unless it is private.
 
     Raises:
         StorageError: the file system refused, or the file exists and must not be replaced.
@@ -71,7 +71,7 @@ def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check, where much work comes first, that `write_whole` or `write_folder` can make `path`.
+    """Check, before long work, that `write_whole` or `write_folder` can make `path`.
 
     Raises:
         StorageError: the file system refused.
@@ -90,7 +90,7 @@ def _beside(path: Path, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raising(kind: type[ConfpredError], what: str) -> Iterator[None]:
-    """Raise an OSError of the block as an error of `kind`, which says that one cannot do `what`."""
+    """Raise an OSError of the ``with`` block as an error of `kind`, "cannot `what`: reason"."""
     try:
         yield
     except OSError as error:
@@ -121,8 +121,8 @@ def _published(
 
 
 def _linked(temporary: str, path: Path) -> bool:
-    """Give a file the further name `path`, which unlike renaming it fails if the name is taken;
-    False on a file system where a file can have no more than one name."""
+    """Give a file the further name `path`, which fails if the name is taken, as renaming does not;
+    return False on a file system without hard links."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -137,8 +137,8 @@ def user_folder(kind: str) -> Path:
     it. Without a home directory, as many containers are, it can be neither read nor made."""
     folder = platformdirs.user_data_dir if kind == "data" else platformdirs.user_cache_dir
     with contextlib.suppress(RuntimeError):
-        if (found := Path(folder("confpred"))).is_absolute():  # some versions answer "~/..."
-            return found
+        if (path := Path(folder("confpred"))).is_absolute():  # some versions answer "~/..."
+            return path
     return Path(os.devnull, "no home directory")
 
 

@@ -6,7 +6,7 @@
 
 template <int KIND> struct Activation;
 
-// What kernels call is the struct of their activation; one that lacks a member does not compile.
+// Kernels call the struct of their activation; one that lacks a member does not compile.
 #if ACTIVATION > 5
 template <int KIND> __device__ __forceinline__ float activate(float x);
 template <> __device__ __forceinline__ float activate<ACTIVATION>(float x) { return Activation<ACTIVATION>::value(x); }

@@ -36,6 +36,20 @@
 //
 // Data gradient, stride 2: rows (columns) of `out` of one parity, a *lattice*, meet every second filter row (column), or
 // with even dilation all or none. A tile is of one lattice, and multiplies no inserted zeros.
+//
+// Parts:
+//   block   BLOCK_G groups of a tile of pixels, tile after tile
+//   warp    of one group WARP_M tiles of 16 pixels and WARP_N tiles of 8 channels of `out`, in registers
+//   thread  fragments of mma.m16n8k16, and its share of the copies
+//
+// Bound: bytes for narrow groups, the tensor cores for wide ones: a 3x3 filter does 4.5 FLOP a byte and channel of a
+// group, and an H100 has 257 FLOP in the time of a byte, which 57 channels reach.
+//
+// Instructions: mma.sync takes any number of channels in steps of 8 and runs from sm_80 on; wgmma needs tiles of 64
+// rows in a layout of its own, which the taps would have to be copied into. ldmatrix names each row of a fragment by
+// an address, so that taps and halo cost nothing. cp.async leaves the registers to the sums.
+//
+// Share of the floor: not measured yet.
 #include "anywidth.cuh"
 
 // With HALVED = 2 a lattice has every second tap, with HALVED = 1 all or none.
@@ -88,6 +102,32 @@ __device__ __forceinline__ Lattice lattice_of(int halved, int window, int tap_st
     return {odd + 2 * (taps - 1), -2, taps, ((parity + pad - tap_step * odd) >> 1) - tap_step * (taps - 1)};
 }
 
+// Copies the filters of a block's groups, from output channel k0 and input channel c0 of each on.
+__device__ __forceinline__ void load_filter(u32 to, const u16* filter, int groups, int g0, int k0, int c0) {
+    const auto copy = [&](int at, i64 element, bool inside) {
+        copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
+    };
+    if (DGRAD)
+        visit_tile<BLOCK_G * ROWS, 1, OUT_VECTORS, 2 * OUT_VECTOR, 0, ROW_BYTES, WARPS>(
+            [&](int, int vector) { return k0 + vector * OUT_VECTOR < GOUT ? k0 + vector * OUT_VECTOR : -1; },
+            [&](int r) -> i64 {
+                const int g = g0 + r / ROWS, tap = r % ROWS / (PIECES * 8), c = c0 + r % (PIECES * 8);
+                return g < groups && c < GIN ? (static_cast<i64>(g * GIN + c) * (R * S) + tap) * GOUT : -1;
+            },
+            copy);
+    else
+        visit_tile<BLOCK_G * ROWS, R * S, IN_VECTORS, 2 * IN_VECTOR, TAP_BYTES, ROW_BYTES, WARPS>(
+            [&](int tap, int vector) {
+                const int channel = c0 + vector * IN_VECTOR;
+                return channel < GIN ? tap * GIN + channel : -1;
+            },
+            [&](int r) -> i64 {
+                const int g = g0 + r / ROWS, k = k0 + r % ROWS;
+                return g < groups && k < GOUT ? static_cast<i64>(g * GOUT + k) * (R * S * GIN) : -1;
+            },
+            copy);
+}
+
 // `n`, `h`, `w` are the sizes of `in`, and `p`, `q` of `out`. Blocks count parts of groups fastest, then groups, then
 // tiles. A tile's number counts columns fastest, then rows, images and lattices.
 extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
@@ -102,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     const u32 stages = shared_address(shared);
     const u32 kept_filter = stages + STAGES * STAGE_BYTES;  // of one pass
 
+    // ---- Place of the block and of a tile
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_g = warp / GROUP_WARPS, warp_m = warp / WARPS_K % WARPS_M, warp_k = warp % WARPS_K;
     const int part = blockIdx.x % (K_BLOCKS * group_blocks);
@@ -128,30 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         return at;
     };
 
-    const auto load_filter = [&](u32 to, int c0) {
-        const auto copy = [&](int at, i64 element, bool inside) {
-            copy_channels<(DGRAD ? OUT_VECTOR : IN_VECTOR)>(to + at, inside ? filter + element : filter, inside);
-        };
-        if (DGRAD)
-            visit_tile<BLOCK_G * ROWS, 1, OUT_VECTORS, 2 * OUT_VECTOR, 0, ROW_BYTES, WARPS>(
-                [&](int, int vector) { return k0 + vector * OUT_VECTOR < GOUT ? k0 + vector * OUT_VECTOR : -1; },
-                [&](int r) -> i64 {
-                    const int g = g0 + r / ROWS, tap = r % ROWS / (PIECES * 8), c = c0 + r % (PIECES * 8);
-                    return g < groups && c < GIN ? (static_cast<i64>(g * GIN + c) * (R * S) + tap) * GOUT : -1;
-                },
-                copy);
-        else
-            visit_tile<BLOCK_G * ROWS, R * S, IN_VECTORS, 2 * IN_VECTOR, TAP_BYTES, ROW_BYTES, WARPS>(
-                [&](int tap, int vector) {
-                    const int channel = c0 + vector * IN_VECTOR;
-                    return channel < GIN ? tap * GIN + channel : -1;
-                },
-                [&](int r) -> i64 {
-                    const int g = g0 + r / ROWS, k = k0 + r % ROWS;
-                    return g < groups && k < GOUT ? static_cast<i64>(g * GOUT + k) * (R * S * GIN) : -1;
-                },
-                copy);
-    };
+    // ---- Copies
     const auto load_step = [&](int step, int slot) {
         const int c0 = step % PASSES * PIECES * 8;
         const Place at = place_of(first_tile + step / PASSES);
@@ -171,17 +189,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
             column, row, [&](int at, i64 element, bool inside) {
                 copy_channels<IN_VECTOR>(to + at, inside ? in + element : in, inside);
             });
-        if (PASSES > 1) load_filter(to + TILE_BYTES, c0);
+        if (PASSES > 1) load_filter(to + TILE_BYTES, filter, groups, g0, k0, c0);
     };
 
-    if (PASSES == 1) load_filter(kept_filter, 0);
+    if (PASSES == 1) load_filter(kept_filter, filter, groups, g0, k0, 0);
 #pragma unroll
     for (int s = 0; s < (STAGES > 1 ? STAGES - 1 : 1); ++s) {
         if (s < steps) load_step(s, s);
         copy_async_commit();  // an empty group keeps the count of pending groups in step
     }
 
-    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". Of two chunks of a step,
+    // ---- Fragments
+    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". A step takes two pieces:
     // the upper half of the lanes fetches the second one of the pixels, and each second eight that of the filter.
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
     const bool second_in = lane / 16, second_filter = lane / 8 % 2;
@@ -197,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
                             (DGRAD ? lane % 8 * ROW_BYTES + (warp_channel + lane / 16 * 8) * 2
                                    : (warp_channel + lane % 8 + lane / 16 * 8) * ROW_BYTES);
 
+    // ---- Results of a tile
     // Calls `visit` with where each of this thread's vectors of a tile of `out` lies in shared memory, and which element
     // it is.
     const auto visit_out = [&](const Place& at, auto visit) {
@@ -215,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
             });
     };
 
+    // ---- Passes
     float acc[WARP_M][WARP_N][4];
     for (int step = 0; step < steps; ++step) {
         copy_async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
@@ -239,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[t][nt][e] = 0.0f;
 
+        // ---- Products of a pass
         const u32 stage = stages + step % STAGES * STAGE_BYTES;
         const u32 filter_stage = (PASSES > 1 ? stage + TILE_BYTES : kept_filter) + filter_from;
         const Lattice rows = lattice_of(HALVED_H, R, STEP_H, pad_h, at.parity_h);
@@ -293,6 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
         }
         if (!is_last) continue;
 
+        // ---- Results
 #if HAS_RESIDUAL
         copy_async_wait<(STAGES > 1 ? 1 : 0)>();  // all but what was asked for later
         __syncthreads();

@@ -1,4 +1,4 @@
-// What the kernels of grouped convolution of any group width share: copies of channels that lie at any alignment,
+// Parts of the kernels of grouped convolution of any group width: copies of channels that lie at any alignment,
 // tiles of images in shared memory, fragments.
 //
 // Channels of a group are brought into shared memory in pieces of 8, the last of which zeros fill up. No tensor is
@@ -73,7 +73,7 @@ struct InputTile {
 };
 
 // Visits a tile in device memory vector by vector: ROWS rows of COLUMNS pixels of VECTORS vectors of BYTES bytes each. The
-// block's warps share the rows, and a warp's lanes the vectors of a row, or of several short ones. What depends on the
+// block's warps share the rows, and a warp's lanes the vectors of a row, or of several short ones. All that depends on the
 // column is worked out once.
 //
 //   column(x, vector), row(r)    elements from the start of the row, and of the tensor; negative outside of it

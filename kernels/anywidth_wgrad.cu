@@ -27,6 +27,19 @@
 //
 // Several blocks (`splits`) may share a sum, each with tiles of its own. Then each writes its sums to `partials`, and
 // depthwise_wgrad_sum adds them up in a fixed order. So the bits are the same every time.
+//
+// Parts:
+//   block   parts of BLOCK_G groups of the filter, and a split of the tiles of pixels
+//   warp    of one group WARP_K tiles of 16 channels of `out_grad` by WARP_U units, in registers
+//   thread  fragments of mma.m16n8k16, and its share of the copies
+//
+// Bound: bytes for narrow groups, the tensor cores for wide ones, as in anywidth.cu. A fragment of `in` is of one
+// unit alone, so it serves no more than the WARP_K products of a warp.
+//
+// Instructions: both operands have pixels as rows, and the sum runs over pixels, so that ldmatrix.trans makes
+// fragments of either without a transposed copy. mma.sync and cp.async as in anywidth.cu.
+//
+// Share of the floor: not measured yet.
 #include "anywidth.cuh"
 
 typedef InputTile<R, S> In;

@@ -16,8 +16,8 @@
 //   BUFFERS                     tiles of `in` in shared memory: 2 where a block computes several
 //
 // The filter of a block's channels is brought into shared memory once, and stays there while the block goes from tile
-// to tile. Of a tile all that it needs of `in`, all channels and the halo around it, is brought there at once too, and
-// each tap of the filter reads it at another offset: so an input pixel crosses L2 once for a tile, not R * S times.
+// to tile. All of `in` that a tile needs, all channels and the halo around it, is brought there at once too, and
+// each tap of the window reads it at another place: so an input pixel crosses L2 once for a tile, not R * S times.
 //
 //      in, tile + halo      filter row by row        out, tile
 //      +-----------+        +---+---+---+            +-------+
@@ -27,6 +27,28 @@
 //
 // The data gradient of a strided layer falls into lattices: rows (columns) of `out` of one parity meet every second
 // filter row (column) only. A tile is of one lattice, and multiplies no inserted zeros.
+//
+// Parts:
+//   block   BLOCK_K channels of `out`, of tile after tile
+//   warp    WARP_TILES tiles of 16 pixels by WARP_CHANNELS channels, in registers
+//   thread  fragments of mma.m16n8k16, and pieces of 16 bytes of the copies
+//
+// Bound: bytes for 1x1 filters and few channels, the tensor cores for 3x3 filters of 64 channels. A fragment of `in`
+// serves the N_TILES products of a warp, so wide warps read shared memory less.
+//
+// Instructions: mma.sync, as taps read a tile at 9 or more places, each a plain address for ldmatrix; wgmma would
+// need a tile in its own layout for each tap, and a library has such kernels for many channels. cp.async brings the
+// next tile while this one is multiplied.
+//
+// Share of the floor:
+//   dense_dgrad on NVIDIA H100 80GB HBM3, 2026-11-25
+//      30% of arithmetic: n=4 c=64 h=368 w=656 k=64 r=3 s=3 padding=1 direction=dgrad
+//      32% of arithmetic: n=21 c=64 h=184 w=384 k=64 r=3 s=3 padding=1 direction=dgrad
+//      49% of bytes: n=64 c=64 h=184 w=384 k=96 r=1 s=1 stride=2 direction=dgrad
+//   dense_fprop on NVIDIA H100 80GB HBM3, 2026-11-25
+//      30% of bytes: n=128 c=64 h=120 w=120 k=64 r=3 s=3 padding=1 bias=true residual=true
+//      36% of arithmetic: n=16 c=64 h=180 w=320 k=256 r=3 s=3 padding=1 dtype=bfloat16
+//      48% of bytes: n=16 c=128 h=96 w=96 k=256 r=1 s=1
 #include "common.cuh"
 
 constexpr bool HALVED_H = DGRAD && STRIDE_H == 2, HALVED_W = DGRAD && STRIDE_W == 2;
@@ -99,6 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     extern __shared__ __align__(16) u8 shared[];
     u8* const out_shared = shared + BUFFERS * TILE_BYTES;
     const u32 in_shared = shared_address(shared), filter_shared = shared_address(out_shared + OUT_BYTES);
+
+    // ---- Place of the block and of a tile
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int k0 = blockIdx.x % k_blocks * BLOCK_K;
@@ -122,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         return at;
     };
 
+    // ---- Copies
     auto load_tile = [&](int tile, int buffer) {
         const Place at = place_of(tile);
         const int y0 = at.p0 * DOWN_H * in_step_h + lattice_of(HALVED_H, R, pad_h, at.parity_h).origin;
@@ -168,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     load_tile(first_tile, 0);
     copy_async_commit();
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
     u32 fragment_from[WARP_TILES];
@@ -201,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         return valid ? static_cast<i64>(image) * p * q + y * q + x : -1;
     };
 
+    // ---- Tiles
     for (int tile = first_tile; tile < end_tile; ++tile) {
         const int buffer = BUFFERS == 2 ? (tile - first_tile) % 2 : 0;
         copy_async_wait<0>();

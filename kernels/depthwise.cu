@@ -33,6 +33,28 @@
 // The halo that neighbouring threads share is read again by each, out of the L1 cache. Threads of a
 // block run along channels first (lanes_c of them), then along tiles (tiles_at_once): columns, bands
 // and images in one count, so that no thread idles at a ragged edge.
+//
+// Parts:
+//   block   lanes_c neighbours along channels by tiles_at_once tiles
+//   thread  VEC channels of TILE_Q columns of a band of rows
+//   warp    no part of its own
+//
+// Bound: bytes up to 5x5 filters: an H100 has the time of some 40 multiply-adds of float32 in that of the 4 bytes of
+// an output of float16. Larger windows are bound by these multiply-adds, of which the floor does not know.
+//
+// Instructions: float32 multiply-adds, since tensor cores have nothing to share between channels; depthwise_banded.cu
+// makes them, where strides and channels allow. Loads go through the L1 cache, which has the halo, straight to
+// registers: one of VEC channels is one instruction.
+//
+// Share of the floor:
+//   depthwise_dgrad on NVIDIA H100 80GB HBM3, 2026-11-23
+//      78% of bytes: n=7 c=336 h=150 w=150 k=336 r=3 s=3 padding=1 groups=336 dtype=bfloat16 direction=dgrad
+//      85% of bytes: n=128 c=2544 h=19 w=19 k=2544 r=3 s=3 padding=1 groups=2544 direction=dgrad
+//      90% of bytes: n=32 c=1536 h=48 w=48 k=1536 r=3 s=3 padding=1 groups=1536 direction=dgrad
+//   depthwise_fprop on NVIDIA H100 80GB HBM3, 2026-11-23
+//      58% of bytes: n=16 c=288 h=75 w=113 k=288 r=5 s=5 padding=2 groups=288
+//      80% of bytes: n=20 c=1280 h=42 w=42 k=1280 r=3 s=3 padding=1 groups=1280 dtype=bfloat16
+//      85% of bytes: n=96 c=72 h=130 w=130 k=72 r=5 s=5 stride=2 padding=2 groups=72
 #include "depthwise.cuh"
 
 enum { MAX_THREADS = 256 };  // of a block
@@ -49,7 +71,7 @@ static_assert(UP_H == 1 || DOWN_H == 1, "one of them is the stride");
 static_assert(TILE_Q % UP_W == 0, "tiles begin at a column that tap 0 meets");
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/depthwise/depthwise.py works it out. How many lanes share a
+// Sizes that launches count on, as confpred/families/depthwise/depthwise.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
@@ -62,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     int band_groups, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once) {
     extern __shared__ __align__(16) float filter_shared[];
 
+    // ---- Place of the thread
     const int lane_c = threadIdx.x % lanes_c, c_tile = blockIdx.x % c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
     const int lane_tile = threadIdx.x / lanes_c;
@@ -82,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const Element* const in_image = in + static_cast<i64>(tile) * h * w * in_channels + k0 / multiplier;
     const i64 out_offset = static_cast<i64>(tile) * p * q * k + k0;
 
+    // ---- Loads
     auto load_rows = [&](Vector<IN_VEC> (&to)[DOWN_H][IN_X], int group) {
 #pragma unroll
         for (int a = 0; a < DOWN_H; ++a) {
@@ -116,6 +140,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     __syncthreads();
 
     if (!active) return;
+
+    // ---- Filter and bias
     const float* const taps_shared = filter_shared + lane_c * FILTER_PITCH;
     float taps[FILTER_SHARED ? 1 : TAPS][VEC];
     auto load_tap = [&](int tap, float (&f)[VEC]) {
@@ -137,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
         b.to_floats(bias_values);
     }
 
+    // ---- Finished rows
     float acc[DEPTH][UP_H][TILE_Q][VEC] = {};
     auto row_of = [&](int step) { return UP_H * (group0 + step - (DEPTH - 1)) - shift_h; };
     auto row_valid = [&](int step, int e) { return step >= DEPTH - 1 && row_of(step) + e >= 0 && row_of(step) + e < p; };
@@ -182,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
                     for (int v = 0; v < VEC; ++v) acc[depth][e][j][v] = depth ? acc[depth - 1][e][j][v] : 0.0f;
     };
 
+    // ---- Steps
     for (int first = first_step; first < last_step; first += PREFETCH)
 #pragma unroll
         for (int u = 0; u < PREFETCH; ++u) {  // unrolled, so that what is loaded ahead is not moved

@@ -1,4 +1,4 @@
-// What the depthwise kernels share: VEC neighbouring channels as one access, and as floats.
+// Parts of the depthwise kernels: VEC neighbouring channels as one access, and as floats.
 #include "common.cuh"
 
 #if DTYPE == DTYPE_FLOAT32

@@ -54,6 +54,29 @@
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of all outputs of its channel that have it
 // among their 16 columns.
+//
+// Parts:
+//   block   BLOCK_C channels of STRIPS strips
+//   warp    WARP_C channels of WARP_STRIPS strips, 16 of them a tile of the products
+//   thread  fragments of mma.m16n8k16 and the filter's B in registers, and items of 8 channels by two columns of the
+//           copies
+//
+// Bound: bytes. A 7x7 window takes 112 multiply-adds of tensor cores an output, 0.11 clocks of a multiprocessor; by
+// ordinary arithmetic 0.38, and the 4 bytes of an output take 0.3.
+//
+// Instructions: mma with zeros in B, which takes R steps whatever S is, needs less of a multiprocessor's time than
+// float32 multiply-adds from 3x3 windows on. cp.async goes to stages of a thread's own, because channels have to
+// change places with columns on the way, which no copy does by itself.
+//
+// Share of the floor:
+//   depthwise_banded_dgrad on NVIDIA H100 80GB HBM3, 2026-11-23
+//      83% of bytes: n=50 c=96 h=120 w=168 k=96 r=7 s=7 padding=3 groups=96 direction=dgrad
+//      86% of bytes: n=128 c=768 h=32 w=32 k=768 r=7 s=7 padding=3 groups=768 dtype=bfloat16 direction=dgrad
+//      89% of bytes: n=32 c=1536 h=48 w=48 k=1536 r=3 s=3 padding=1 groups=1536 direction=dgrad
+//   depthwise_banded_fprop on NVIDIA H100 80GB HBM3, 2026-11-23
+//      75% of bytes: n=100 c=912 h=20 w=20 k=912 r=3 s=3 padding=1 groups=912 dtype=bfloat16
+//      78% of bytes: n=96 c=768 h=32 w=32 k=768 r=7 s=7 padding=3 groups=768 bias=true
+//      83% of bytes: n=128 c=192 h=60 w=84 k=192 r=7 s=7 padding=3 groups=192 bias=true
 #include "depthwise_banded.cuh"
 
 constexpr int SPAN = (S + 14) / 8;     // eights of input columns that eight outputs are made of
@@ -80,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const stages = out_shared + 2 * Out::BUFFER;
     u8* const filter_shared = stages + STAGES * In::STAGE;
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
     // DRAM page or of a halo is then still in L2.
@@ -96,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
     const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
 
+    // ---- Items of this thread
     const auto place = [&](int item, int pairs) {
         return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
     };
@@ -130,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         return row >= 0 && row < out_rows[l];
     };
 
+    // ---- Copies: device memory, stages, planes
     uint4 added[HAS_RESIDUAL ? Out::ITEMS : 1][2];
     auto load_residual = [&](int step) {
         if (!HAS_RESIDUAL) return;
@@ -185,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         out_step += static_cast<i64>(ROWS * q) * c;
     };
 
+    // ---- First copies
     constexpr int FILTER_PIECES = BLOCK_C * R * S / 8;  // of 16 bytes
     for (int e = tid; e < FILTER_PIECES; e += THREADS) {
         const bool valid = e * 8 < (c - c0) * R * S;
@@ -204,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     load_residual(1);
     __syncthreads();
 
+    // ---- Filter and fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_strip = warp / (BLOCK_C / WARP_C) * WARP_STRIPS;
     u32 taps[WARP_C][R][SPAN];
@@ -237,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
                           (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
+    // ---- Products of a row
     float acc[WARP_C][R][TILES][4] = {};
     auto multiply = [&](u32 from, int channel, int tile, int t) {
         u32 a[SPAN / 2 + 1][4];
@@ -302,6 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
     };
 
+    // ---- Steps
     int stage = STAGES > 1 ? 1 : 0;  // of the next step
     const auto exchange = [&](int step) {
         if (step > 0) store(step - 1);

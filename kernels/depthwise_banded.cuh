@@ -1,4 +1,4 @@
-// What the depthwise kernels on tensor cores share: how a block's warps and threads divide its channels and
+// Parts of the depthwise kernels on tensor cores: how a block's warps and threads divide its channels and
 // strips, and how pixels are moved between device memory, where the channels of a pixel lie together, and
 // shared memory, where the columns of a channel lie together. A strip is 8 output columns of a band of rows of
 // an image. RUN neighbouring strips are a run, in which they share input columns.
@@ -13,7 +13,7 @@ constexpr int IDLE = STRIPS % RUN;       // strips left over: they compute what 
 
 static_assert(BLOCK_C % 8 == 0 && 8 % WARP_C == 0, "warps divide planes of 8 channels");
 static_assert(STRIPS % WARP_STRIPS == 0 && WARP_STRIPS % 16 == 0, "warps divide strips");
-// What launches count on, as confpred/families/depthwise/depthwise_banded.py works it out; the shared memory is
+// Sizes that launches count on, as confpred/families/depthwise/depthwise_banded.py works it out; the shared memory is
 // compared where the kernels divide it.
 static_assert(THREADS == HOST_THREADS && RUNS == HOST_RUNS, "the host launches other blocks");
 
@@ -90,7 +90,7 @@ struct Planes {
     }
 };
 
-// What a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
+// Pieces that a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
 struct Place {
     int piece, pair, run, row;
     int image, p0, q0;  // where the run begins: its image, counted from image0, and its first row and column

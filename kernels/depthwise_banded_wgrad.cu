@@ -33,6 +33,25 @@
 //                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
+//
+// Compile-time, beside the config: R x S, DTYPE, HAS_BIAS.
+//
+// Parts:
+//   block   BLOCK_C channels of a split of the tiles of STRIPS strips
+//   warp    WARP_C channels of WARP_STRIPS strips; its 16 x 8 matrices of all R filter rows stay in registers
+//   thread  fragments of mma.m16n8k16, and items of 8 channels by two columns of the copies
+//
+// Bound: bytes, as in depthwise_banded.cu: 16 R multiply-adds of tensor cores a gradient pixel, half of them dropped
+// or more.
+//
+// Instructions: mma sums over pixels in its inner extent, so that one instruction adds 16 of them for every tap of a
+// filter row; float32 multiply-adds would take R S. ldmatrix.trans turns planes into fragments of both operands.
+//
+// Share of the floor:
+//   depthwise_banded_wgrad on NVIDIA H100 80GB HBM3, 2026-11-23
+//      74% of bytes: n=128 c=48 h=96 w=96 k=48 r=5 s=5 padding=2 groups=48 direction=wgrad
+//      80% of bytes: n=128 c=768 h=32 w=32 k=768 r=7 s=7 padding=3 groups=768 direction=wgrad deterministic=true
+//      84% of bytes: n=63 c=576 h=38 w=57 k=576 r=3 s=3 padding=1 groups=576 direction=wgrad
 #include "depthwise_banded.cuh"
 
 constexpr int UNITS = RUN + 1;          // eights of input columns of a run; 16 bytes each in a plane
@@ -77,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const grad_shared = in_shared + 2 * In::BUFFER;
     u8* const stages = grad_shared + 2 * Grad::BUFFER;
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int c_tile = blockIdx.x % c_tiles, split = blockIdx.x / c_tiles;
     const int c0 = c_tile * BLOCK_C;
@@ -87,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int tile_steps = ceil_div(rows, ROWS);
     const int steps = (tiles - split + splits - 1) / splits * tile_steps;
 
-    // The tile and step that are loaded next, and the positions of this thread's items in that tile.
+    // ---- Items of this thread
+    // The tile and step that are loaded next, and the places of this thread's items in that tile.
     int load_tile = split, load_step = 0;
     const u16 *in_step = in, *grad_step = out_grad;  // its rows, of the tile's first image
     int in_offset[In::ITEMS], in_y[In::ITEMS], grad_offset[Grad::ITEMS], grad_row[Grad::ITEMS], grad_rows[Grad::ITEMS];
@@ -133,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         grad_to[l] = at.row * Grad::ROW + at.piece * Grad::GROUP + at.run * Grad::PITCH + at.pair * 4;
     }
 
+    // ---- Copies: device memory, stages, planes
     auto load = [&](int step, u8* stage) {
         if (step < steps) {
             if (load_step == 0) enter_tile();
@@ -178,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     load(STAGES, stages);
     __syncthreads();
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16": in both operands
     // the sum runs over strips, which are the rows of what ldmatrix fetches and transposes.
     const int channel0 = warp % (BLOCK_C / WARP_C) * WARP_C, warp_n = warp / (BLOCK_C / WARP_C);
@@ -193,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     constexpr u32 ONES = DTYPE == DTYPE_BFLOAT16 ? 0x3F803F80 : 0x3C003C00;
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
 
+    // ---- Products of a row
     float acc[WARP_C][R][4] = {}, bias_acc[WARP_C][4] = {};
     u32 window[WARP_C][R][TILES][2];
     int step_of_tile = 0;
@@ -228,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                     for (int i = 0; i < 2; ++i)  // volatile: else the compiler selects between old and new in every step
                         asm volatile("mov.b32 %0, 0;" : "=r"(window[channel][r][tile][i]));
     };
+
+    // ---- Steps
     u8* stage = stages + (STAGES > 1 ? STAGE : 0);  // of the next step
     const auto exchange = [&](int step) {
         if (step + 1 < steps) {
@@ -248,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         if (!exchanges_first) exchange(step);
     }
 
+    // ---- Sums of the block
     // The sums of a warp's diagonals, then of the warps of a channel, in shared memory.
     __syncthreads();
     float* const matrix = reinterpret_cast<float*>(shared) + warp * MATRIX;
@@ -271,6 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         }
     }
     __syncthreads();
+
+    // ---- Sums of the blocks
     const int filter_elements = c * R * S, elements = filter_elements + (HAS_BIAS ? c : 0);
     const auto element_of = [&](int o) {
         const int channel = c0 + o / SUMS, tap = o % SUMS;

@@ -53,6 +53,19 @@
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of outputs of its channel within 16 columns of
 // those that it is part of.
+//
+// Parts:
+//   block   BLOCK_C channels, a warp each, of IMAGES images
+//   warp    one channel of 16 TILES_M rows by 8 TILES_N columns, in registers
+//   thread  fragments of mma.m16n8k16, and accesses of VEC channels
+//
+// Bound: the tensor cores from 13x13 filters on: about (S + 8) R multiply-adds an output, of 1,024 or more that a
+// multiprocessor does in a clock; the 4 bytes of an output take 0.3 clocks.
+//
+// Instructions: mma, as ordinary arithmetic does 128 multiply-adds in a clock: 961 of a 31x31 filter take 7.5, the
+// band's 1,240 take 1.2. Loads go through registers, not cp.async, because they spread channels over planes.
+//
+// Share of the floor: not measured yet.
 #include "depthwise_large.cuh"
 
 constexpr int STRIP = 16 / IMAGES;                // rows of a tile in an image
@@ -73,6 +86,49 @@ static_assert(16 % IMAGES == 0 && PART % TILES_M == 0, "tiles divide into images
 static_assert(16 * TILES_M * OUT_PITCH <= CHANNEL, "results have room where the ring was");
 static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
+typedef u32 Taps[TILES_M][SPAN];              // filter row t is in [t % TILES_M]
+typedef float Sums[TILES_M][TILES_N][4];
+
+// Multiplies a pair of units, in step t of a round, with the filter rows that are in registers.
+__device__ __forceinline__ void multiply(Sums& acc, const Taps& taps, const u32 (&a)[4], int pair, int t) {
+#pragma unroll
+    for (int tile = 0; tile < TILES_N; ++tile) {
+        const int unit = 2 * pair - tile;  // of B, for the left half of the pair
+        const bool has_left = unit >= 0 && unit < SPAN, has_right = unit >= -1 && unit + 1 < SPAN;
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) {
+            const u32 (&b)[SPAN] = taps[(t - m + TILES_M) % TILES_M];
+            const u32 b_left = b[has_left ? unit : 0], b_right = b[has_right ? unit + 1 : 0];
+            const u32 right[4] = {a[2], a[3], 0, 0};
+            if (has_left && has_right) mma_k16(acc[m][tile], a, b_left, b_right);
+            else if (has_left) mma_k8(acc[m][tile], a, b_left);
+            else if (has_right) mma_k8(acc[m][tile], right, b_right);
+        }
+    }
+}
+
+// Puts a warp's results where `to` is their first word, with the bias, the residual that is there, and the activation.
+__device__ __forceinline__ void finish(u8* to, const Sums& acc, float bias_value) {
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m)
+#pragma unroll
+        for (int tile = 0; tile < TILES_N; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32* const word = reinterpret_cast<u32*>(to + (16 * m + 8 * half) * OUT_PITCH + tile * 16);
+                const u32 plus = HAS_RESIDUAL ? *word : 0;
+                float x[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    x[e] = acc[m][tile][2 * half + e];
+                    if (HAS_BIAS) x[e] += bias_value;
+                    if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
+                    x[e] = activate<ACTIVATION>(x[e]);
+                }
+                *word = pack(x[0], x[1]);
+            }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_large(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
     const u16* __restrict__ bias, const u16* __restrict__ residual,
@@ -81,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     extern __shared__ __align__(16) u8 shared[];
     u16* const filter_shared = reinterpret_cast<u16*>(shared + GROUPS * GROUP);
 
+    // ---- Place of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then rows: what they share of a sector or
     // of a halo is then still in L2.
@@ -99,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     const int last = ceil_div(min(R + TILES_M - 1, h + top), TILES_M) * TILES_M;
     const int first_pair = max(left, 0) / 16, last_pair = ceil_div(w + left, 16);
 
+    // ---- Copies of a part
     const auto put_rows = [&](int from, int to) {
         const int items = (to - from) * IMAGES * 8 * PAIRS * GROUPS;
 #pragma unroll 2
@@ -128,29 +186,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     };
     for (int e = tid; e < BLOCK_C * PART * TAPS / 2; e += THREADS) reinterpret_cast<u32*>(filter_shared)[e] = 0;
 
+    // ---- Fragments
     // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
     const u32 plane = shared_address(shared) + warp / 8 * GROUP + warp % 8 * CHANNEL + lane % 16 / STRIP * IMAGE +
                       lane / 16 * 16;
     const u16* const taps_from = filter_shared + warp * PART * TAPS + 8 + lane % 4 * 2 - lane / 4;
-    u32 taps[TILES_M][SPAN] = {};  // filter row t is in taps[t % TILES_M]
-    float acc[TILES_M][TILES_N][4] = {};
-    const auto multiply = [&](const u32 (&a)[4], int pair, int t) {
-#pragma unroll
-        for (int tile = 0; tile < TILES_N; ++tile) {
-            const int unit = 2 * pair - tile;  // of B, for the left half of the pair
-            const bool has_left = unit >= 0 && unit < SPAN, has_right = unit >= -1 && unit + 1 < SPAN;
-#pragma unroll
-            for (int m = 0; m < TILES_M; ++m) {
-                const u32 (&b)[SPAN] = taps[(t - m + TILES_M) % TILES_M];
-                const u32 b_left = b[has_left ? unit : 0], b_right = b[has_right ? unit + 1 : 0];
-                const u32 right[4] = {a[2], a[3], 0, 0};
-                if (has_left && has_right) mma_k16(acc[m][tile], a, b_left, b_right);
-                else if (has_left) mma_k8(acc[m][tile], a, b_left);
-                else if (has_right) mma_k8(acc[m][tile], right, b_right);
-            }
-        }
-    };
+    Taps taps = {};
+    Sums acc = {};
 
+    // ---- Parts
     for (int part = first; part < last; part += PART) {
         const int steps = min(PART, last - part);
         __syncthreads();
@@ -173,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
                     if (pair + 1 < PAIRS) load_matrix_x4(a[(pair + 1) % 2], from + 32 * (pair + 1));
-                    if (pair >= first_pair && pair < last_pair) multiply(a[pair % 2], pair, t);
+                    if (pair >= first_pair && pair < last_pair) multiply(acc, taps, a[pair % 2], pair, t);
                 }
             }
             slot = slot + 1 == RING ? 0 : slot + 1;
@@ -181,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     }
     __syncthreads();
 
+    // ---- Results
     // Calls run(planes of a pair of results, offset of their pixels, their channels, whether there is a second one).
     const auto for_results = [&](const auto& run) {
         for (int item = tid; item < GROUPS * 4 * TILES_N * 16 * TILES_M; item += THREADS) {
@@ -205,24 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     float bias_value = 0.0f;
     if (HAS_BIAS && warp < channels) bias_value = to_float(bias[c0 + warp]);
     u8* const results = shared + warp / 8 * GROUP + warp % 8 * CHANNEL + lane / 4 * OUT_PITCH + lane % 4 * 4;
-#pragma unroll
-    for (int m = 0; m < TILES_M; ++m)
-#pragma unroll
-        for (int tile = 0; tile < TILES_N; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32* const word = reinterpret_cast<u32*>(results + (16 * m + 8 * half) * OUT_PITCH + tile * 16);
-                const u32 plus = HAS_RESIDUAL ? *word : 0;
-                float x[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    x[e] = acc[m][tile][2 * half + e];
-                    if (HAS_BIAS) x[e] += bias_value;
-                    if (HAS_RESIDUAL) x[e] += to_float(static_cast<u16>(plus >> 16 * e));  // before the only rounding
-                    x[e] = activate<ACTIVATION>(x[e]);
-                }
-                *word = pack(x[0], x[1]);
-            }
+    finish(results, acc, bias_value);
     __syncthreads();
     for_results([&](u8* at, i64 offset, int existing, bool both) {
         uint4 pixels[2];

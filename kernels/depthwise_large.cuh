@@ -1,4 +1,4 @@
-// What the kernels of large depthwise filters share: BLOCK_C channels of a block, a warp each, and how two
+// Parts of the kernels of large depthwise filters: BLOCK_C channels of a block, a warp each, and how two
 // neighbouring pixels are moved between device memory, where the channels of a pixel lie together, and shared
 // memory, where the columns of a channel lie together. One instruction moves VEC channels, which divides those of
 // the layer.

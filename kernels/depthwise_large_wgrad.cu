@@ -41,6 +41,20 @@
 //   TWO_KERNELS  each writes its sums to `partials`; depthwise_wgrad_sum adds them up in a fixed order
 //
 // Both give the same bits every time.
+//
+// Parts:
+//   block   BLOCK_C channels, a warp each, and a split of the tiles
+//   warp    the whole filter of one channel, in registers
+//   thread  fragments of mma.m16n8k16, and accesses of VEC channels
+//
+// Bound: the tensor cores: S rounded up to 16 times R rounded up to 8 multiply-adds a gradient pixel, 1,024 for
+// 31x31; bytes below some 16x16.
+//
+// Instructions: mma, whose 16 x 8 results are 16 filter columns by 8 filter rows: none is dropped but by rounding up.
+// The first operand is read by plain words, since its rows overlap by one column, which ldmatrix, with rows of 16
+// bytes, cannot do.
+//
+// Share of the floor: not measured yet.
 #include "depthwise_large.cuh"
 
 constexpr int TILES_S = (S + 15) / 16, TILES_R = (R + 7) / 8;  // tiles of a product
@@ -123,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
             put_grad(part == first ? part - (8 * TILES_R - 1) : part, part + PART);
             put_in(part);
             __syncthreads();
-            // Of the gradient row that this lane points ldmatrix to, for the first 16 filter rows.
+            // The gradient row that this lane points ldmatrix to, for the first 16 filter rows.
             int slot = (part + ring_start + RING - lane / 16 * 8 - lane % 8) % RING;
             const int steps = min(PART, last - part);
 #pragma unroll 1

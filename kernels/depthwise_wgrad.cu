@@ -30,6 +30,23 @@
 //                a ticket for each tile of channels, behind the sums, tells which that is
 //
 // All but ATOMIC give the same bits every time. Sums and tickets are zero before the launch and after it.
+//
+// Parts:
+//   block   lanes_c neighbours along channels by ROW_GROUPS by tiles_at_once, of a split of the tiles
+//   thread  BLOCK_R filter rows of VEC channels, whose sums are registers, of TILE_Q columns at a time
+//   warp    no part of its own
+//
+// Bound: bytes for windows up to 5x5, as in depthwise.cu. BLOCK_R S VEC sums are in registers, so that large windows
+// leave few threads to wait for memory together.
+//
+// Instructions: float32 multiply-adds and loads of VEC channels straight to registers; depthwise_banded_wgrad.cu has
+// the tensor cores' way, where strides and channels allow.
+//
+// Share of the floor:
+//   depthwise_wgrad on NVIDIA H100 80GB HBM3, 2026-11-23
+//      53% of bytes: n=128 c=48 h=96 w=96 k=48 r=5 s=5 padding=2 groups=48 direction=wgrad
+//      85% of bytes: n=20 c=1024 h=48 w=48 k=1024 r=3 s=3 padding=1 groups=1024 direction=wgrad deterministic=true
+//      91% of bytes: n=32 c=4096 h=28 w=28 k=4096 r=3 s=3 stride=2 padding=1 groups=4096 direction=wgrad
 #include "depthwise.cuh"
 
 enum { MAX_THREADS = 256 };  // of a block
@@ -44,7 +61,7 @@ constexpr int UNROLL = PREFETCH * (DEPTH * PRODUCTS <= 1024 ? DEPTH : PRODUCTS <
 
 static_assert(IN_X <= 32, "validity bits are kept in one word");
 
-// What launches count on, as confpred/families/depthwise/depthwise_wgrad.py works it out. How many lanes share a
+// Sizes that launches count on, as confpred/families/depthwise/depthwise_wgrad.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the host believes");
 static_assert(ROW_GROUPS == HOST_ROW_GROUPS, "the host counts a block's threads by them");

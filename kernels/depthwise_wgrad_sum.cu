@@ -6,7 +6,7 @@
 constexpr int WARPS = 8;
 enum { THREADS = 32 * WARPS, COLUMNS = 32 };  // of a block; columns are neighbouring elements
 
-// What launches count on, as confpred/families/depthwise/__init__.py has it.
+// Sizes that launches count on, as confpred/families/common.py (`sum_step`) has it.
 static_assert(THREADS == HOST_THREADS && THREADS * sizeof(float) == HOST_SMEM_BYTES, "the host launches other blocks");
 static_assert(COLUMNS == HOST_COLUMNS, "the host launches a block for so many elements");
 

@@ -1,4 +1,4 @@
-// What is done with the sums of a convolution, in place, where another library's kernel made them:
+// Bias, residual and activation of a convolution in place, whose sums another library's kernel made:
 //
 //   out[row][k] = activation(out[row][k] + bias[k] + residual[row][k])      row = n, p, q
 //
@@ -13,11 +13,25 @@
 // The launch makes the step a multiple of K, so that a thread meets the same channels all the way: it keeps
 // their bias in registers, and divides once. Indices are of 64 bits; only rows, channels and the step have
 // to fit in 31.
+//
+// Compile-time: DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, VECTOR, IN_FLIGHT.
+//
+// Parts:
+//   block   THREADS neighbouring vectors of a step
+//   thread  the same VECTOR channels of one vector a step, IN_FLIGHT of them at once
+//   warp    no part of its own
+//
+// Bound: bytes, the sums are read and written once, a residual is read once.
+//
+// Instructions: loads and stores of 16 bytes, many under way; there is nothing to share, so shared memory stays
+// unused.
+//
+// Share of the floor: not measured yet.
 #include "depthwise.cuh"
 
 enum { THREADS = 256, BLOCKS_PER_SM = 4 };
 
-// What launches count on, as confpred/cuda/epilogue.py has it.
+// Sizes that launches count on, as confpred/cuda/epilogue.py has it.
 static_assert(THREADS == HOST_THREADS && BLOCKS_PER_SM == HOST_BLOCKS_PER_SM, "the host launches other blocks");
 static_assert(VECTOR == 1 || VECTOR * sizeof(Element) == 16, "an access is of one element or of 16 bytes");
 

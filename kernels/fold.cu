@@ -13,6 +13,20 @@
 //
 // The bound is memory: a filter is read and written once. So that the loads of a lane do not wait for one another,
 // it asks for UNROLL groups before it stores the first.
+//
+// Compile-time: LAYERS, of a launch.
+//
+// Parts:
+//   block   a layer (y), and channels of it
+//   warp    one output channel
+//   lane    groups of VECTOR elements of its filter
+//
+// Bound: bytes, of all layers of a network together; its launch takes longer for small networks.
+//
+// Instructions: a warp a channel, as filters of a channel lie together: its loads are whole lines. One launch for all
+// layers, since a launch for each takes longer than its bytes.
+//
+// Share of the floor: not measured yet.
 #define DTYPE DTYPE_FLOAT16  // of the shared wrappers, none of which is used for elements here
 #include "common.cuh"
 

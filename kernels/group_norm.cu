@@ -5,6 +5,25 @@
 //   CLUSTER 0   in device memory, so that all blocks of the launch must be running;
 //   CLUSTER n   in each other's shared memory: the n blocks of a tile are a cluster, which the hardware starts together
 //               on neighbouring multiprocessors. A launch may have any number of clusters, one after the other.
+//
+// Formulas: those of batch_norm.cu, with the mean and the deviation of a sample's group of channels.
+//
+// Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, ADAPTIVE (weights of each sample), OWN_WEIGHTS (weights in
+// DTYPE), STREAM (tensors larger than the L2 cache), and of the config VECTOR, UNROLL, THREADS, MIN_BLOCKS (that a
+// multiprocessor must hold), CLUSTER. FROZEN is 0.
+//
+// Parts:
+//   block   of a sample a tile of columns and a split of the rows; batch_norm.cuh draws tiles and splits,
+//           group_norm.cuh the groups in a tile
+//   thread  one column of VECTOR channels, of which it has every at_once-th row
+//
+// Bound: bytes, those of the floor where a sample's part fits the shared memory of its blocks, else up to 3/2 of them
+// forward.
+//
+// Instructions: clusters (sm_90 on) let blocks read each other's sums in shared memory (mapa), instead of through
+// device memory. Counters there serve older devices, and samples of more blocks than a cluster may have.
+//
+// Share of the floor: not measured yet.
 #include "group_norm.cuh"
 
 extern __shared__ __align__(16) float shared[];

@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_groups(const Pair& pair, float* mean, floa
     }
 }
 
-// What a column is computed with: its weights, and then its groups' statistics, too.
+// Parameters of a column: its weights, and then its groups' statistics, too.
 template <typename T>
 __device__ __forceinline__ void begin_column(T& column, const Weight* weight, const Weight* bias, int sample, const Place& place) {
     load_weights(column.scale, weight, sample, place, 1.0f);

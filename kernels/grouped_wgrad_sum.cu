@@ -10,7 +10,7 @@
 constexpr int WARPS = 8;
 enum { THREADS = 32 * WARPS, COLUMNS = 32 * 4 };  // of a block; columns are neighbouring elements
 
-// What launches count on, as confpred/families/grouped/grouped_wgrad.py has it.
+// Sizes that launches count on, as confpred/families/grouped/grouped_wgrad.py has it.
 static_assert(THREADS == HOST_THREADS && THREADS * sizeof(float4) == HOST_SMEM_BYTES, "the host launches other blocks");
 static_assert(COLUMNS == HOST_COLUMNS, "the host launches a block for so many elements");
 

@@ -12,6 +12,25 @@
 //   pixel 0   [t0 t1 t2 ..]    [t0 t1 ..]       threads: x along a row, y over pixels
 //   pixel 1   [t0 t1 t2 ..]    [t0 t1 ..]
 //     ..             blocks (x) take turns
+//
+// Compile-time: DTYPE, VECTOR, IN_FLIGHT, THREADS (of a block).
+//
+// Parts:
+//   block   columns (y) of pixels in turns (x)
+//   thread  VECTOR channels of one place in the window, of every pixel that is its turn
+//   warp    no part of its own
+//
+// Bound: bytes, it writes R S times what it reads. The shares are of the layer, so with the product that follows, by
+// cuBLAS, whose floor is arithmetic.
+//
+// Instructions: plain loads and stores of 16 bytes: what windows share comes out of the L1 and L2 caches, so shared
+// memory would only add a copy.
+//
+// Share of the floor:
+//   im2col on NVIDIA H100 80GB HBM3, 2026-11-25
+//       9% of arithmetic: n=12 c=64 h=368 w=656 k=64 r=3 s=3 padding=1
+//      32% of arithmetic: n=42 c=512 h=46 w=46 k=256 r=3 s=3 padding=1 bias=true activation=relu
+//      57% of arithmetic: n=1 c=64 h=360 w=640 k=64 r=3 s=3 padding=1 dtype=float32 direction=dgrad
 #include "depthwise.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) im2col(

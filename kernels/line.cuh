@@ -1,12 +1,12 @@
-// What the kernels of depthwise 1-D convolution share: the part of an input row that a tile of outputs reads, as one
+// Parts of the kernels of depthwise 1-D convolution: the part of an input row that a tile of outputs reads, as one
 // thread holds it. Rows are contiguous, (N, C, W), and filters (K, S).
 //
 // Compile-time, beside DTYPE: the filter's taps S, its DILATION, and which input y an output o reads at tap s:
 //
 //   UP * y = DOWN * o + DILATION * s - pad      forward: UP 1, DOWN the stride; gradient of the input: the other way round
 //
-// A tile has TILE outputs from o0 on, a multiple of TILE. The span of its inputs begins at an access of IN_VEC
-// elements that does not cross a row's end, as IN_VEC divides the rows: at y0 = DOWN * o0 / UP + first. Of a pad of 3,
+// A tile has TILE outputs from o0 on, a multiple of TILE. The window of its inputs begins at an access of IN_VEC
+// elements that does not cross a row's end, as IN_VEC divides the rows: at y0 = DOWN * o0 / UP + first. With a pad of 3,
 // with 4 elements an access, 4 taps and 8 outputs (UP = DOWN = DILATION = 1):
 //
 //   y                 -4 -3 -2 -1 | 0  1  2  3 | 4  5  6  7      VECTORS = 3, first = -4, PHASE = 1

@@ -1,9 +1,9 @@
-// What a GPU can do at most, for one whose data sheet nobody has typed in: its rate of half-precision products
+// Most that a GPU can do, for one whose data sheet nobody has typed in: its rate of half-precision products
 // with float32 sums (`products`), and of float32 multiply-adds (`arithmetic`). Both compute in registers alone.
 //
 // A warp has CHAINS sums under way, none of which waits for another, and goes round them STEPS times. The
 // launch (confpred/cuda/discovery.py) counts CHAINS * STEPS products of m16n8k16 a warp, or as many
-// multiply-adds a thread. What comes out is stored only where it is a number that it cannot be, so that the
+// multiply-adds a thread. The result is stored only where it is a number that it cannot be, so that the
 // compiler keeps the work and memory sees none of it.
 //
 // Compiled for DTYPE (common.cuh) and:

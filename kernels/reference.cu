@@ -1,4 +1,4 @@
-// What every kernel is checked against: plain convolutions in float64 (dense ones: reference_dense.cu), and the
+// References that every kernel is checked against: plain convolutions in float64 (dense ones: reference_dense.cu), and the
 // comparison.
 // One thread computes an output element, or a slice of its sum: slow, but simple enough to be trusted.
 #include "reference.cuh"

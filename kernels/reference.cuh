@@ -1,4 +1,4 @@
-// What references share: the type that they compute in, and what follows a convolution or a layer. Where there is no
+// Parts of the references: the type that they compute in, and what follows a convolution or a layer. Where there is no
 // GPU, tests have them in float32, which can be interpreted.
 #pragma once
 #include "depthwise.cuh"

@@ -1,4 +1,4 @@
-// What chains of linear layers are checked against: in float64, a block computes one row of the output, and a
+// Reference that chains of linear layers are checked against: in float64, a block computes one row of the output, and a
 // warp a feature at a time. Rows of features before and after a layer lie in shared memory.
 #include "reference.cuh"
 

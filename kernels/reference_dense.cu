@@ -1,4 +1,4 @@
-// What dense convolutions are checked against, in float64: plain matrix products whose elements are looked up in the
+// Reference that dense convolutions are checked against, in float64: plain matrix products whose elements are looked up in the
 // tensors one by one. Dense layers have a hundred times the products of grouped ones, and a thread an output element
 // (reference.cu) takes seconds for them; here a block computes 64 x 64 sums from tiles in shared memory.
 #include "reference.cuh"

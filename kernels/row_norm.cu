@@ -4,6 +4,25 @@
 //   out = activation((in - mean) * invstd * weight + bias + residual)
 //
 // HELD: weight and bias stay in registers over all rows of a block; otherwise a block has one round of rows.
+//
+// Compile-time, beside what row_norm.cuh lists: DTYPE, ACTIVATION, HAS_RESIDUAL, CENTRED (a mean is subtracted),
+// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors larger than the L2 cache).
+//
+// Parts:
+//   block   THREADS / LANES rows at once, and further rows
+//   row     LANES neighbouring threads, within a warp or several
+//   thread  ACCESSES accesses of VECTOR channels, in registers
+//
+// Bound: bytes, each tensor crosses memory once, as in the floor.
+//
+// Instructions: a row stays in registers between its two sums, so nothing is read twice; shuffles (shfl.xor) add
+// within a warp. AHEAD has the next row under way while this one waits for its sums.
+//
+// Share of the floor:
+//   row_norm on NVIDIA H200, 2026-11-27
+//      73% of bytes: n=100352 p=1 c=144 weights=float16
+//      76% of bytes: n=4096 p=1 c=2304 affine=weight weights=float16 centred=false
+//      85% of bytes: n=200704 p=1 c=80 dtype=float32
 #include "row_norm.cuh"
 
 static_assert(SUMS_FLOATS * sizeof(float) == HOST_SMEM_BYTES, "the host sizes shared memory otherwise");

@@ -34,7 +34,7 @@ struct __align__(sizeof(Weight) * VECTOR > 16 ? 16 : sizeof(Weight) * VECTOR) We
 
 extern __shared__ __align__(16) float shared[];
 
-// Where a thread is. Of its accesses only the last one may lie behind the row's end, and none if the row is FULL.
+// Where a thread is. Only the last of its accesses may lie behind the row's end, and none if the row is FULL.
 struct Lane {
     int rows, channels, lane, row, step;
     bool inside;

@@ -9,7 +9,7 @@
 
 enum { THREADS = 256, BLOCKS_PER_SM = 4 };
 
-// What launches count on, as confpred/cuda/epilogue.py has it.
+// Sizes that launches count on, as confpred/pytorch/run/pointwise.py has it.
 static_assert(THREADS == HOST_THREADS && BLOCKS_PER_SM == HOST_BLOCKS_PER_SM, "the host launches other blocks");
 static_assert(VECTOR == 1 || VECTOR * sizeof(Element) == 16, "an access is of one element or of 16 bytes");
 

@@ -33,6 +33,31 @@
 // after its rows 0 to 3, output plane i - 2 is finished. Threads of a block run along channels
 // first (lanes_c of them), then along tiles: block_q in a row, and block_p such rows, so that what neighbouring
 // tiles share comes out of the L1 cache.
+//
+// Parts:
+//   block   lanes_c neighbours along channels by block_q by block_p tiles
+//   thread  VEC channels of TILE_P x TILE_Q places of a band of planes
+//   warp    no part of its own
+//
+// Bound: bytes in the floor; in fact the issue of instructions. At 3x3x3 some 45 are issued an output, 58 to 66 % of
+// them multiply-adds: 0.35 clocks of a multiprocessor, where the 4 bytes take 0.3. A 3x5x5 window takes 0.6 by its
+// multiply-adds alone.
+//
+// Instructions: float32 multiply-adds, as in depthwise.cu: channels share nothing that tensor cores could multiply.
+// __maxnreg__ instead of launch bounds, as blocks differ in size at run time.
+//
+// Share of the floor:
+//   volume_dgrad on NVIDIA H200, 2026-11-27
+//      31% of bytes: n=2 c=128 d=63 h=63 w=63 k=128 t=5 r=5 s=5 rank=3 stride=2 padding=2 groups=128 dtype=bfloat16
+//                    direction=dgrad
+//      38% of bytes: n=8 c=240 d=50 h=28 w=28 k=240 t=5 r=3 s=3 rank=3 stride=1x2x2 padding=2x1x1 groups=240
+//                    dtype=bfloat16 direction=dgrad
+//      41% of bytes: n=16 c=108 d=16 h=56 w=56 k=108 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=108
+//                    direction=dgrad
+//   volume_fprop on NVIDIA H200, 2026-11-27
+//      35% of bytes: n=16 c=54 d=16 h=56 w=56 k=54 t=3 r=3 s=3 rank=3 padding=1 groups=54 bias=true
+//      46% of bytes: n=32 c=96 d=8 h=28 w=28 k=96 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=96 dtype=bfloat16
+//      60% of bytes: n=8 c=96 d=50 h=56 w=56 k=96 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=96 dtype=bfloat16
 #include "volume.cuh"
 
 constexpr int PERIOD_D = UP_D * DOWN_D;
@@ -51,7 +76,7 @@ static_assert(UP_D == 1 || DOWN_D == 1, "one of them is the stride");
 static_assert(TILE_P % UP_H == 0 && TILE_Q % UP_W == 0, "tiles begin at a place that tap 0 meets");
 static_assert(IN_H <= 32 && IN_X <= 32, "validity bits are kept in a word each");
 
-// What launches count on, as confpred/families/volume/volume.py works it out. How many lanes share a
+// Sizes that launches count on, as confpred/families/volume/volume.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(DEPTH == HOST_DEPTH && IN_H == HOST_IN_H && IN_X == HOST_IN_X, "the host counts a thread's work by them");
 static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
@@ -64,6 +89,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     int lanes_c, int block_p, int block_q) {
     extern __shared__ __align__(16) float filter_shared[];
 
+    // ---- Place of the thread
     const int lane_c = threadIdx.x % lanes_c, lane_tile = threadIdx.x / lanes_c;
     const int c_tile = blockIdx.x % c_tiles, block = blockIdx.x / c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
@@ -86,6 +112,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     const Element* const in_image = in + static_cast<i64>(blockIdx.z) * d * h * w * in_channels + k0 / multiplier;
     const i64 out_offset = static_cast<i64>(blockIdx.z) * z * p * q * k + k0;
 
+    // ---- Loads
     auto load_row = [&](Vector<IN_VEC> (&to)[IN_X], int group, int index) {
         const int plane = DOWN_D * group + index / IN_H - origin_d;
         const u32 columns = plane >= 0 && plane < d && in_rows >> index % IN_H & 1 ? in_columns : 0;
@@ -117,6 +144,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     __syncthreads();
 
     if (!active) return;
+
+    // ---- Filter and bias
     const float* const taps_shared = filter_shared + lane_c * FILTER_PITCH;
     float taps[FILTER_SHARED ? 1 : TAPS][VEC];
     auto load_tap = [&](int tap, float (&f)[VEC]) {
@@ -138,6 +167,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
         b.to_floats(bias_values);
     }
 
+    // ---- Finished planes
     float acc[DEPTH][UP_D][TILE_P][TILE_Q][VEC] = {};
     Vector<VEC> added[UP_D][TILE_P][TILE_Q];
     auto plane_of = [&](int step, int e) { return UP_D * (group0 + step - (DEPTH - 1)) - shift_d + e; };
@@ -195,6 +225,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
                             acc[depth][e][o][j][v] = depth ? acc[depth - 1][e][o][j][v] : 0.0f;
     };
 
+    // ---- Steps
     for (int step = first_step; step < last_step; ++step) {
         if (HAS_RESIDUAL) load_residual(step);
         unrolled<ROWS>([&](auto constant) {

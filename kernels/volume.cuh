@@ -1,4 +1,4 @@
-// What the kernels of volumes share: loops over rows whose number the compiler knows in each turn.
+// Parts of the kernels of volumes: loops over rows whose number the compiler knows in each turn.
 #include "depthwise.cuh"
 
 template <int VALUE>

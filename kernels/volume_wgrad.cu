@@ -25,6 +25,25 @@
 // At the end the block adds its threads' sums in shared memory. One block alone (splits = 1) writes the result;
 // of several that share a channel, each writes its sums to `partials`, and depthwise_wgrad_sum adds them up in a
 // fixed order. So the bits are the same every time.
+//
+// Parts:
+//   block   lanes_c neighbours along channels by PLANE_GROUPS by tiles, of a split of these
+//   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q places at a
+//           time
+//
+// Bound: bytes in the floor; in fact the issue of instructions, 55 % of them multiply-adds at 3x3x3, by the few
+// threads that fit beside 27 sums or more a channel in registers.
+//
+// Instructions: float32 multiply-adds and loads of VEC channels straight to registers, as in depthwise_wgrad.cu.
+//
+// Share of the floor:
+//   volume_wgrad on NVIDIA H200, 2026-11-27
+//      16% of bytes: n=8 c=240 d=50 h=14 w=14 k=240 t=5 r=3 s=3 rank=3 padding=2x1x1 groups=240 dtype=bfloat16
+//                    direction=wgrad
+//      18% of bytes: n=1 c=64 d=127 h=127 w=127 k=64 t=5 r=5 s=5 rank=3 stride=2 padding=2 groups=64 dtype=bfloat16
+//                    direction=wgrad
+//      20% of bytes: n=8 c=64 d=8 h=56 w=56 k=64 t=3 r=3 s=3 rank=3 padding=1 groups=64 dtype=bfloat16
+//                    direction=wgrad deterministic=true
 #include "volume.cuh"
 
 constexpr int BLOCK_T = PLANE_EACH ? 1 : WINDOW_D;
@@ -40,7 +59,7 @@ enum { THREAD_FLOATS = WINDOW_W * VEC };  // of shared memory: a thread's sums o
 
 static_assert(IN_H <= 32 && IN_X <= 32, "validity bits are kept in a word each");
 
-// What launches count on, as confpred/families/volume/volume_wgrad.py works it out. How many lanes share a
+// Sizes that launches count on, as confpred/families/volume/volume_wgrad.py works it out. How many lanes share a
 // pixel's channels, and with them the threads and the shared memory of a block, is known at run time only.
 static_assert(PLANE_GROUPS == HOST_PLANE_GROUPS, "the host counts a block's threads by them");
 static_assert(DEPTH == HOST_DEPTH && IN_H == HOST_IN_H && IN_X == HOST_IN_X, "the host counts a thread's work by them");

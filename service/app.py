@@ -1,4 +1,5 @@
-"""The FastAPI application: routes, who may ask them, and the way around them for predictions."""
+"""The FastAPI application: its routes, the access checks, and a shortcut past routing for
+predictions."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ from .metrics import Metrics, exposition
 from .predict import Predict
 from .requests import RequestError, shorten
 
-#: Scopes that a token needs to send something to a path; all else needs ``read``.
+#: Scopes that a token needs to POST to a path; every other request needs ``read``.
 SCOPES: dict[str, tokens.Scope] = {"/v1/jobs": "admin", "/v1/measurements": "write"}
 SCOPES |= dict.fromkeys(("/v1/models/reload", "/v1/models/rollback"), "admin")
-#: Headers of browsers and of proxies.
+#: Headers that browsers and proxies add.
 _FOREIGN = ("origin", "x-forwarded-for", "forwarded")
-#: Seconds after which a thread that wants the interpreter is given it. Python's own 5 ms are as
-#: long as a remembered reply may take beside batches in all.
+#: Seconds after which a thread that waits for the interpreter gets it. Python's default of 5 ms is
+#: as long as a whole cached reply may take while batches are computed.
 _SWITCH_S = 0.0005
-#: Threads that write uploads; they wait for the disk most of the time.
+#: Threads that write uploads; they mostly wait for the disk.
 _UPLOADS = 4
 
 _router = APIRouter()
@@ -54,19 +55,18 @@ _router = APIRouter()
 def create_app(
     settings: Settings,
     predictor: Predictor | Loaded | None = None,
-    known: Sequence[tokens.Token] = (),
+    accepted: Sequence[tokens.Token] = (),
 ) -> FastAPI:
-    """Return the application; it loads the model of `settings` on start unless `predictor` is
-    given, which may be generations that are loaded. `known` are the tokens of `settings`.
+    """Return the application. It loads the model of `settings` on start, unless it gets a
+    `predictor`, or generations that are loaded. `accepted` are the access tokens.
 
     Raises (on start):
-        ModelError: the model folder is missing, damaged or foreign.
     """
     metrics = Metrics(logs.lost)
     predict = Predict(settings, metrics, _generation)
 
     def refused(client: tuple[str, int] | None, status: int, seconds: float) -> None:
-        """Count and log what the protocol refused."""
+        """Count and log a request that the protocol refused."""
         metrics.served("none", status, seconds)
         if settings.access_log:
             logs.write_refused(client, status, seconds)
@@ -79,7 +79,7 @@ def create_app(
             loaded = Loaded(generations.of(loaded))
         usual = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        # One thread: predictions hold the interpreter, and more of them would only delay the loop.
+        # One thread: predictions hold the interpreter, so more threads would only delay the loop.
         with (
             ThreadPoolExecutor(1, "predict") as executor,
             ThreadPoolExecutor(_UPLOADS, "upload") as app.state.uploading,
@@ -100,7 +100,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # it has a route of its own, as /docs has
     )
-    app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, known
+    app.state.settings, app.state.metrics, app.state.tokens = settings, metrics, accepted
     app.state.refused = refused
     app.state.loaded = app.state.supervisor = app.state.exchange = None
     route = _predict_route(predict)
@@ -121,7 +121,7 @@ def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class _Shortcut:
-    """ASGI middleware that leads predictions past the router, which takes a tenth of their time."""
+    """ASGI middleware that passes predictions by the router, which takes a tenth of their time."""
 
     def __init__(self, app: ASGIApp, route: APIRoute) -> None:
         self._app, self._route = app, route
@@ -141,8 +141,8 @@ def _predict_route(predict: Predict) -> APIRoute:
 
     async def described() -> None: ...
 
-    known = {"name": "predict", "summary": "The best configs of one problem or many"}
-    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **known}
+    labels = {"name": "predict", "summary": "The best configs of one problem or many"}
+    how: dict[str, Any] = {"methods": ["POST"], "response_model": schema.PredictReply, **labels}
     how["responses"] = _refusals(400, 404, 413, 415, 422, 429, 500, 503)
     route = APIRoute("/v1/predict", described, openapi_extra=schema.PREDICT_BODY, **how)
     route.app = predict
@@ -171,19 +171,19 @@ async def models(request: Request, response: Response) -> schema.ModelsReply:
 
 
 async def _listed(app: FastAPI) -> schema.ModelsReply:
-    """Return the reply that lists all that is loaded or published."""
+    """Return the reply that lists all loaded and published models."""
     reply = _models(_loaded(app))
     if (exchange := app.state.exchange) is not None:
-        known = {model.digest for model in reply.models}
+        digests = {model.digest for model in reply.models}
         for path, read in await asyncio.to_thread(published, exchange.folder):
-            if read.digest not in known:
+            if read.digest not in digests:
                 beside = schema.ServedModel.of(path.name, read.digest, read.card, in_use=False)
                 reply.models.append(beside)
     return reply
 
 
 def _models(loaded: Loaded) -> schema.ModelsReply:
-    """Return the reply that lists all that is loaded."""
+    """Return the reply that lists all loaded models."""
     used = [
         schema.ServedModel.of(model.version, model.digest, model.card, in_use=True)
         for model in loaded.current.predictor.models.values()
@@ -192,9 +192,9 @@ def _models(loaded: Loaded) -> schema.ModelsReply:
         loaded.current.digest,
         used,
         [
-            schema.FormerModel(device, model.version, model.digest, each.digest)
-            for each in loaded.others
-            for device, model in each.predictor.models.items()
+            schema.FormerModel(device, model.version, model.digest, generation.digest)
+            for generation in loaded.others
+            for device, model in generation.predictor.models.items()
         ],
     )
 
@@ -211,7 +211,7 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
     if folder is None and exchange is not None:
         beside = await asyncio.to_thread(published, exchange.folder)
         folder = next((path for path, read in beside if read.digest == digest), None)
-    # A name that the card lacks could be one of another folder.
+    # A name that the card lacks could be a path to another folder.
     has_it = folder is not None and (folder / file).parent == folder and (folder / file).is_file()
     if folder is None or not has_it or file not in {CARD, SIGNATURE, *_files_of(folder)}:
         message = f"no model that /v1/models lists has this file: {shorten(f'{digest}/{file}')}"
@@ -232,7 +232,7 @@ def _files_of(folder: Path) -> Mapping[str, str]:
     openapi_extra=schema.MEASUREMENTS_BODY,
 )
 async def submit(request: Request) -> schema.Submission:
-    """Keep the file; it is on the disk when this is answered, and is checked soon afterwards."""
+    """Keep the file; it is on the disk when the reply is sent, and is checked soon afterwards."""
     headers, state = dict(request.scope["headers"]), request.app.state
     key, length = announced_id(headers), headers.get(b"content-length", b"")
     exchange, body = _exchange(request.app), request.stream()
@@ -259,18 +259,18 @@ async def submission(request: Request, upload: str) -> schema.Submission:
     responses=_refusals(404),
 )
 async def submitted_rows(request: Request, upload: str) -> Response:
-    found, path = await _upload(request.app, upload), _exchange(request.app).path(ADMITTED, upload)
-    if not (found.rows and path.exists()):
+    sent, path = await _upload(request.app, upload), _exchange(request.app).path(ADMITTED, upload)
+    if not (sent.rows and path.exists()):
         raise _unknown_upload(upload)
     return FileResponse(path, media_type=schema.PARQUET)
 
 
 async def _upload(app: FastAPI, upload: str) -> schema.Submission:
-    """Return an upload that is known by this id."""
-    found = await asyncio.to_thread(_exchange(app).find, upload)
-    if found is None:
+    """Return the upload with this id, or raise a RequestError."""
+    submission = await asyncio.to_thread(_exchange(app).find, upload)
+    if submission is None:
         raise _unknown_upload(upload)
-    return found
+    return submission
 
 
 def _unknown_upload(upload: str) -> RequestError:
@@ -292,7 +292,7 @@ async def jobs(request: Request) -> schema.JobsReply:
     openapi_extra=schema.JOB_QUERY,
 )
 async def retrain(request: Request) -> schema.Job:
-    """Add a job, which waits for its turn when this is answered."""
+    """Add a job, which waits for its turn when the reply is sent."""
     device = get_device(request.query_params.get("device"))  # type: ignore[arg-type]
     exchange = _exchange(request.app)
     if request.app.state.settings.tokens is None:
@@ -301,7 +301,7 @@ async def retrain(request: Request) -> schema.Job:
 
 
 def _exchange(app: FastAPI) -> Exchange:
-    """Return the folder of measurements."""
+    """Return the folder of measurements, or raise a RequestError."""
     exchange: Exchange | None = app.state.exchange
     if exchange is None:
         message = "this server takes no measurements; confpred serve --exchange FOLDER does"
@@ -326,14 +326,14 @@ async def readyz(request: Request) -> schema.StatusReply:
 async def metrics(request: Request) -> Response:
     state = request.app.state
     supervisor: Channel | None = state.supervisor
-    known = {"counts": state.metrics.rows(), "processes": {"0": os.getpid()}}
+    counted = {"counts": state.metrics.rows(), "processes": {"0": os.getpid()}}
     if supervisor is not None:
         with contextlib.suppress(Gone):
-            known = await supervisor.ask("metrics")
+            counted = await supervisor.ask("metrics")
     models = state.loaded.current.predictor.models if state.loaded else {}
     exchanged = await asyncio.to_thread(state.exchange.counts) if state.exchange else []
-    counts = [*known["counts"], *exchanged]
-    text = await asyncio.to_thread(exposition, counts, known["processes"], models)
+    counts = [*counted["counts"], *exchanged]
+    text = await asyncio.to_thread(exposition, counts, counted["processes"], models)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -343,7 +343,7 @@ async def openapi(request: Request) -> Response:
 
 
 def _loaded(app: FastAPI) -> Loaded:
-    """Return the loaded generations; before the start and after the end there are none."""
+    """Return the loaded generations; raise a RequestError before the start and after the end."""
     loaded: Loaded | None = app.state.loaded
     if loaded is None:
         message = "no model is loaded; ask again in a moment"
@@ -352,7 +352,7 @@ def _loaded(app: FastAPI) -> Loaded:
 
 
 def _generation(scope: Scope) -> Generation:
-    """Return the generation that answers: the current one, or one that the request names."""
+    """Return the generation that answers a request: the one that it names, or the current one."""
     loaded = _loaded(scope["app"])
     query = scope["query_string"]
     version = QueryParams(query).get("version") if query else None
@@ -364,19 +364,20 @@ _CHANGES = _refusals(401, 403, 409, 503)
 
 @_router.post("/v1/models/reload", summary="Read models and the plan again", responses=_CHANGES)
 async def reload(request: Request) -> schema.ChangeReply:
-    """All workers answer by what was read when this is answered, or none does."""
-    return await _change(request, "reload")
+    """Switch all workers to the models and the plan on disk, or none; the reply comes
+    afterwards."""
+    return await _ask_for_change(request, "reload")
 
 
 @_router.post("/v1/models/rollback", summary="Return to what answered", responses=_CHANGES)
 async def rollback(request: Request) -> schema.ChangeReply:
-    """All workers answer by the former models and plan when this is answered, or none does."""
-    return await _change(request, "rollback")
+    """Switch all workers to the former models and plan, or none; the reply comes afterwards."""
+    return await _ask_for_change(request, "rollback")
 
 
-async def _change(request: Request, word: str) -> schema.ChangeReply:
+async def _ask_for_change(request: Request, word: str) -> schema.ChangeReply:
     state = request.app.state
-    if state.settings.tokens is None:  # else `Guard` has looked at the token
+    if state.settings.tokens is None:  # else `Guard` has checked the token
         _check_local(request)
     supervisor: Channel | None = state.supervisor
     if supervisor is None:
@@ -394,8 +395,8 @@ async def _change(request: Request, word: str) -> schema.ChangeReply:
 
 
 def _check_local(request: Request, scope: tokens.Scope = "admin") -> None:
-    """Refuse those who are not on this machine. A page in a browser and a proxy do not count as
-    this machine: anybody may be behind them."""
+    """Refuse clients on other machines. A page in a browser and a proxy count as another machine,
+    because anybody may use them."""
     foreign = next((name for name in _FOREIGN if name in request.headers), None)
     if foreign or request.client is None or not tokens.is_loopback(request.client.host):
         message = "only a program on the server's machine may do this, as there are no tokens"
@@ -404,7 +405,7 @@ def _check_local(request: Request, scope: tokens.Scope = "admin") -> None:
 
 
 class Guard:
-    """ASGI middleware that asks for a token which allows the request."""
+    """ASGI middleware that refuses a request without a token that allows it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -435,8 +436,8 @@ class Guard:
 
 
 def _is_page(scope: Scope) -> bool:
-    """Whether a browser may send the token as a password. It sends that with any later request, so
-    what changes something is no such page."""
+    """Return whether a browser may send the token as a password. It would send it with every later
+    request, so no path that changes something is such a page."""
     return scope["path"] in pages.PATHS and scope["method"] == "GET"
 
 

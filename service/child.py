@@ -1,4 +1,5 @@
-"""A worker process as its supervisor sees it; how the two talk; and states sent to systemd."""
+"""A worker process as its supervisor sees it, the messages between them, and states sent to
+systemd."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from confpred.errors import ConfpredError
 
 from . import Settings
 
-#: Fields of a message, beside its word.
+#: Fields of a message, beside its name.
 Fields = dict[str, Any]
-#: Answers what the other end asks; an exception is sent to it as ``error``.
+#: Returns the answer to a message of the other end; an exception is sent as ``error``.
 Handler = Callable[[str, Fields], Awaitable[Fields | None]]
 
-#: Bytes of the longest line: counts have some 30 KiB, 100,000 tokens some 16 MiB.
+#: Most bytes of a line: counts have some 30 KiB, 100,000 tokens some 16 MiB.
 _LONGEST = 2**24
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from confpred.service.{module} import main; main()"
-#: How a process ends that crashes, rather than being stopped.
+#: Signals that end a process which crashes, rather than being stopped.
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _US = 1_000_000
-_PATIENCE_S = 1.0  # for systemd to read what was sent before, and before a process starts again
+_PATIENCE_S = 1.0  # for systemd to read earlier messages, and before a process starts again
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +41,7 @@ class Gone(ConnectionError):
 
 
 class Channel:
-    """One end of a pair of sockets. Either may ask, and answers need not come in order."""
+    """One end of a pair of sockets. Both ends may ask, and answers may come in any order."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler
@@ -55,11 +56,11 @@ class Channel:
         return cls(*await asyncio.open_connection(sock=end, limit=_LONGEST), handler)
 
     def send(self, word: str, **fields: Any) -> None:
-        """Say something that needs no answer; lost if the other end has gone."""
+        """Send a message that needs no answer; it is lost if the other end has closed."""
         self._write({"do": word, **fields})
 
     async def ask(self, word: str, **fields: Any) -> Fields:
-        """Say something, and wait for the answer.
+        """Send a message, and wait for the answer.
 
         Raises:
             Gone: the other end closed before it answered.
@@ -76,7 +77,7 @@ class Channel:
             del self._waiting[number]
 
     async def listen(self) -> None:
-        """Handle what the other end says, until it closes."""
+        """Handle the messages of the other end until it closes."""
         try:
             while line := await self._reader.readline():
                 message = json.loads(line)
@@ -111,39 +112,39 @@ class Channel:
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Start the `main` of a module of this package in a new interpreter, which finds modules where
-    this one does, whatever folder it is started in."""
+    """Return the command that starts the `main` of a module of this package in a new interpreter,
+    with this one's module path, in any folder."""
     return sys.executable, "-c", _PROGRAM.format(path=sys.path, module=module), *arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Arguments of a worker, as one word of its command line."""
+    """Arguments of a worker, as one argument of its command line."""
 
     settings: Fields
-    name: str  # for the log
+    name: str  # name in the log
     control: int  # file descriptor of the worker's end of the channel
-    connections: int  # file descriptor of the socket that connections arrive by
+    connections: int  # file descriptor of the socket that connections arrive on
     generations: list[str]  # folders to load; the last is the current one
-    home: str  # the folder of the server, which a worker that outlives the supervisor removes
+    home: str  # folder of the server, which a worker removes if it outlives the supervisor
 
 
 class Child:
-    """A worker process, called by its index among the workers."""
+    """A worker process, named by its number among the workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ready = self.was_ready = False  # whether it takes connections; whether it ever did
-        self.leaving = False  # whether it was asked to end, though the server was not
-        self.crashed = False  # whether it ended by a signal of its own doing
-        self.failed: str | None = None  # why it could not start, in its own words
+        self.leaving = False  # whether it alone was asked to end, and not the server
+        self.crashed = False  # whether it ended by a signal of a crash
+        self.failed: str | None = None  # its message about why it could not start
         self.closed = self._handed = 0  # connections
 
     async def start(
         self, settings: Settings, home: Path, generations: Iterable[Path], handler: Handler
     ) -> None:
-        """Start the process, as `Start` has it; an OSError says that there are too many processes
-        or open files."""
+        """Start the process with the arguments of `Start`; raise an OSError if there are too many
+        processes or open files."""
         with contextlib.ExitStack() as on_error:
             control, control_end = map(on_error.enter_context, socket.socketpair())
             connections, connections_end = map(on_error.enter_context, socket.socketpair())
@@ -167,11 +168,12 @@ class Child:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Return its open connections, and all that it ever had, by which workers are compared."""
+        """Open connections, and all connections so far; workers are compared by these."""
         return self._handed - self.closed, self._handed
 
     async def ask(self, word: str, within_s: float, **fields: Any) -> Fields | None:
-        """Return the answer, with ``error`` if there is none in time; None if it has ended."""
+        """Return the answer, with ``error`` if there is none in time; None if the process has
+        ended."""
         try:
             return await asyncio.wait_for(self.channel.ask(word, **fields), within_s)
         except Gone:
@@ -180,13 +182,13 @@ class Child:
             return {"error": f"worker {self.name} did not load it within {within_s:.0f} s"}
 
     def hand(self, connection: socket.socket) -> bool:
-        """Give it a connection; False if it has too many waiting already, or has ended."""
+        """Hand it a connection; return False if too many are waiting there, or it has ended."""
         try:
             socket.send_fds(self._connections, [b"c"], [connection.fileno()])
         except BlockingIOError:
             return False
         except OSError:
-            self.ready = False  # which `run` is about to say
+            self.ready = False  # `run` is about to report the end
             return False
         self._handed += 1
         return True
@@ -196,9 +198,9 @@ class Child:
             self._process.kill()
 
     async def run(self) -> str:
-        """Listen until the process has ended; how it ended, in words."""
+        """Listen until the process has ended, and return in words how it ended."""
         await self.channel.listen()
-        await asyncio.sleep(0)  # for its last words to be heard
+        await asyncio.sleep(0)  # so that its last messages are handled
         status = await self._process.wait()
         self.ready = False
         self._connections.close()
@@ -221,14 +223,14 @@ async def keep(settings: Settings) -> None:
         finally:
             while process.returncode is None:
                 process.kill()
-                with contextlib.suppress(asyncio.CancelledError):  # which comes again
+                with contextlib.suppress(asyncio.CancelledError):  # it is raised again
                     await process.wait()
         _log.warning("the process that checks uploads ended with %d; another starts", status)
         await asyncio.sleep(_PATIENCE_S)
 
 
 def tell_systemd(**states: str) -> None:
-    """Send states, such as ``READY="1"``; nothing happens where nobody has asked for them."""
+    """Send states, such as ``READY="1"``; do nothing if systemd has not asked for them."""
     name = os.environ.get("NOTIFY_SOCKET")
     if name:
         address = "\0" + name[1:] if name.startswith("@") else name
@@ -242,8 +244,8 @@ def tell_systemd(**states: str) -> None:
 
 
 async def show_life() -> None:
-    """Tell systemd's watchdog that the event loop runs, twice in the time that it waits, for ever;
-    return at once where there is no watchdog."""
+    """Tell systemd's watchdog for ever that the event loop runs, twice in its period; return at
+    once if there is no watchdog."""
     waits_s = int(os.environ.get("WATCHDOG_USEC", "0")) / _US
     while waits_s:
         tell_systemd(WATCHDOG="1")

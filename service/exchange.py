@@ -1,15 +1,15 @@
-"""The folder that measurements come back to and models are published from, shared by all processes.
+"""The folder of uploaded measurements and of published models, shared by all processes.
 
-    exchange.sqlite      each upload and each job, and what became of it
-    uploads/             files that were acknowledged, as they came
-    admitted/            rows of those that passed, as parts: they teach the model in use
-    models/, withdrawn/  models that a retraining published, and those that were taken back
-    base/, holdout/, controls/  the operator's own measurements, which no upload enters: to learn
-                                from, to judge by, and times of control configs (anchors)
+    exchange.sqlite      state of each upload and each job
+    uploads/             files that were acknowledged, unchanged
+    admitted/            new rows of admitted uploads, as parts: the model in use is trained on them
+    models/, withdrawn/  models that a retraining published, and those that were withdrawn
+    base/, holdout/, controls/  the operator's own measurements, which no upload enters: to train
+                                on, to judge by, and times of control configs (anchors)
 
-An upload is known by the SHA-256 of its bytes. It is acknowledged once its file and its row in the
-database are on the disk, so a crash at any moment loses nothing that was acknowledged. The database
-alone says what becomes of it; a part counts while its upload is admitted.
+The id of an upload is the SHA-256 of its bytes. It is acknowledged once its file and its row in the
+database are on the disk, so a crash at any moment loses no acknowledged upload. The database alone
+has its state; a part counts while its upload is admitted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS new_rows (
 _DAY_S = 86_400
 #: Bytes of an upload that are held in memory before they are written.
 _PIECE = 262_144
-#: An upload that the server could not check waits so long, twice as long each time.
+#: Seconds that an upload waits which the server could not check; twice as long each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 3600.0
 _MOST_REASON = 500  # characters
 _log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class Exchange:
         """Open `folder`, which is made if it is missing.
 
         Raises:
-            StorageError: it cannot be made or written to.
+            StorageError: `folder` cannot be made or written to.
         """
         self.folder = folder
-        self._lock, self._turns = threading.Lock(), dict[str, float]()  # by token, when it was due
+        self._lock, self._turns = threading.Lock(), dict[str, float]()  # last turn by token
         try:
             for name in _ROOMS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """Change the database in one step, which is on the disk when the block ends."""
+        """Change the database in one transaction, which is on the disk when the block ends."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -109,11 +109,11 @@ class Exchange:
     # Uploads
 
     def find(self, upload: str) -> Submission | None:
-        """Return what became of an upload; None if it is not known."""
+        """Return the state of an upload; None if there is none with this id."""
         return next(iter(self._submissions("WHERE id = ?", upload)), None)
 
     def admitted(self) -> list[Submission]:
-        """Return the uploads whose rows are in the data, in the order in which they came."""
+        """Return the uploads whose rows are in the data, in the order of their arrival."""
         return self._submissions("WHERE state = 'admitted' AND rows > 0 ORDER BY received")
 
     def latest(self, count: int) -> list[Submission]:
@@ -124,14 +124,14 @@ class Exchange:
         """Return the uploads of a token, or the one with an id, of which 8 digits are enough.
 
         Raises:
-            InvalidInput: there is none.
+            InvalidInput: there is no such upload.
         """
-        found = self._submissions("WHERE token = ?", name)
-        if not found and re.fullmatch(r"[0-9a-f]{8,64}", name):
-            found = self._submissions("WHERE id GLOB ?", f"{name}*")
-        if not found:
+        uploads = self._submissions("WHERE token = ?", name)
+        if not uploads and re.fullmatch(r"[0-9a-f]{8,64}", name):
+            uploads = self._submissions("WHERE id GLOB ?", f"{name}*")
+        if not uploads:
             raise InvalidInput("name", name, "the name of a token with uploads, or an upload's id")
-        return found
+        return uploads
 
     def _submissions(self, which: str, *values: Any) -> list[Submission]:
         what = f"id, state, rows, substr(reason, 1, {2 * _MOST_REASON}), received, token"
@@ -145,11 +145,11 @@ class Exchange:
         return int(self._rows(query, token, time.time() - _DAY_S)[0][0])
 
     def keep(self, arrived: Path, upload: str, token: str, size: int) -> Submission:
-        """Take a file that has arrived whole, as an upload if it is none yet. It is on the disk,
-        and known, when this returns."""
+        """Take a file that has arrived whole as an upload, unless it is one already. File and row
+        are on the disk when this returns."""
         with self._changing() as db:
-            known = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
-            if known is None:
+            stored = db.execute("SELECT 1 FROM uploads WHERE id = ?", (upload,)).fetchone()
+            if stored is None:
                 os.replace(arrived, self.path(UPLOADS, upload))
                 _flush(self.folder / UPLOADS)
                 columns = "uploads (id, state, received, token, bytes)"
@@ -162,17 +162,18 @@ class Exchange:
         return self.folder / room / f"part-{upload}.parquet"
 
     def due(self) -> Submission | None:
-        """Return the upload to check: of those that are due, the one that waits longest, of the
-        token whose turn is the longest ago."""
+        """Return the next upload to check: of the token whose last turn is the longest ago, the one
+        that has waited longest."""
         by = "WHERE state = 'received' AND due <= ? GROUP BY token ORDER BY min(max(due, received))"
-        found = self._submissions(by, time.time())
-        upload = min(found, key=lambda each: self._turns.get(each.token, 0.0), default=None)
+        waiting = self._submissions(by, time.time())
+        upload = min(waiting, key=lambda u: self._turns.get(u.token, 0.0), default=None)
         if upload is not None:
             self._turns[upload.token] = time.monotonic()
         return upload
 
     def postpone(self, upload: Submission, reason: str) -> None:
-        """Have an upload wait, as the server could not check it; the longer, the more often."""
+        """Have an upload wait, because the server could not check it; the more often, the
+        longer."""
         ((attempts,),) = self._rows("SELECT attempts FROM uploads WHERE id = ?", upload.id)
         due = time.time() + min(_FIRST_WAIT_S * 2.0 ** min(attempts, 30), _LONGEST_WAIT_S)
         self._set([upload], f"attempts = {attempts + 1}, due = {due}", "received", reason)
@@ -183,16 +184,16 @@ class Exchange:
         return sorted((self.folder / room).glob("*.parquet"))
 
     def data(self) -> list[Path]:
-        """Return the parts of the data: of uploads that are admitted, and files that the operator
-        has put beside them."""
+        """Return the parts of the data: those of admitted uploads, and files that the operator has
+        put beside them."""
         others = {row[0] for row in self._rows("SELECT id FROM uploads WHERE state != 'admitted'")}
         files = self.files(ADMITTED)
         return [path for path in files if path.stem.removeprefix("part-") not in others]
 
     def admit(self, upload: str, rows: int, in_all: int, devices: Counts, wanted: int) -> None:
-        """Say that `rows` of an upload, whose part is written, are in the data; in the same step
-        ask for a retraining of each of `devices`, with its number of rows, that has `wanted` new
-        ones."""
+        """Record that `rows` rows of an upload, whose part is written, are in the data. In the same
+        transaction ask for a retraining of each of `devices`, with its number of rows, that has
+        `wanted` new ones."""
         _flush(self.folder / ADMITTED)
         counted = "SELECT sum(rows) FROM new_rows WHERE device = ?"
         done = "UPDATE uploads SET state = 'admitted', rows = ?, in_all = ?, reason = NULL "
@@ -212,30 +213,30 @@ class Exchange:
         return {run for (run,) in self._rows(query, token)}
 
     def quarantine(self, upload: Submission, refused: str, run_ids: Sequence[str] = ()) -> None:
-        """Put an upload aside, as it is `refused`, and distrust the runs `run_ids` of its token
-        from now on."""
-        with self._changing() as db:  # before: after a kill between the two it is checked again
+        """Quarantine an upload for the reason `refused`, and distrust the runs `run_ids` of its
+        token from now on."""
+        with self._changing() as db:  # first, so that after a kill in between it is checked again
             runs = [(upload.token, run) for run in run_ids]
             db.executemany("INSERT OR IGNORE INTO distrusted VALUES (?, ?)", runs)
         self._set([upload], "rows = NULL", "quarantined", refused)
         _log.warning("upload %s is quarantined: %s", upload.id[:12], readable(refused))
 
     def revoke(self, name: str) -> list[str]:
-        """Take back the rows of a token, or of an upload: out of the data, and with them the
-        published models that learned from them. Other uploads, some of whose rows were there
-        before, are checked again. Returns the names of the models."""
+        """Remove the rows of a token, or of an upload, from the data, and withdraw the published
+        models that were trained on them. Other uploads with some of the same rows are checked
+        again. Return the names of the models."""
         uploads, withdrawn = self.named(name), []
         self._set(uploads, "rows = NULL", "revoked", "revoked by the operator")
         for path, read in published(self.folder):
-            if {each.id for each in uploads} & set(read.card.content.get("uploads", ())):
+            if {upload.id for upload in uploads} & set(read.card.content.get("uploads", ())):
                 set_aside(path)
                 withdrawn.append(path.name)
         self._requeue(self._submissions("WHERE state = 'admitted' AND rows < in_all"))
         return withdrawn
 
     def requeue(self, name: str) -> None:
-        """Have the uploads of a token, or one, checked again, whatever became of them. Its runs are
-        trusted until then."""
+        """Have the uploads of a token, or one upload, checked again, in whatever state. Its runs
+        are trusted until then."""
         uploads = self.named(name)
         with self._changing() as db:
             tokens = [(upload.token,) for upload in uploads]
@@ -246,7 +247,7 @@ class Exchange:
         self._set(uploads, "rows = NULL, attempts = 0, due = 0", "received", None)
 
     def _set(self, uploads: Iterable[Submission], change: str, state: str, why: str | None) -> None:
-        """Say what becomes of uploads, none of which is in the data any more."""
+        """Set the state of uploads that are not in the data any more."""
         said = None if why is None else readable(why)
         query = f"UPDATE uploads SET {change}, state = ?, reason = ? WHERE id = ?"
         with self._changing() as db:
@@ -255,8 +256,8 @@ class Exchange:
             db.executemany(forgotten, [(upload.id,) for upload in uploads])
 
     def tidy(self) -> None:
-        """Remove what a killed process left: files that were not acknowledged, and parts of uploads
-        that are not admitted. An upload whose part somebody has removed is revoked."""
+        """Remove the remains of a killed process: files that were not acknowledged, and parts of
+        uploads that are not admitted. An upload whose part was removed is revoked."""
         for upload in self._submissions(""):
             part = self.path(ADMITTED, upload.id)
             if upload.state != "admitted":
@@ -292,7 +293,7 @@ class Exchange:
         db.execute("DELETE FROM new_rows WHERE device = ?", (device,))
 
     def set_job(self, number: int, state: str, reason: str | None = None) -> None:
-        """Say how a job is: ``queued``, ``running``, or how it ended."""
+        """Set the state of a job: ``queued``, ``running``, or how it ended."""
         column, now = "started" if state == "running" else "ended", _shown(time.time())
         with self._changing() as db:
             db.execute(
@@ -301,7 +302,7 @@ class Exchange:
             )
 
     def counts(self) -> list[list[Any]]:
-        """Return how many uploads, bytes and jobs there are in each state, as metrics have them."""
+        """Return the numbers of uploads, bytes and jobs in each state, as rows of metrics."""
         uploads = self._rows("SELECT state, count(*), sum(bytes) FROM uploads GROUP BY state")
         jobs = self._rows("SELECT state, count(*) FROM jobs GROUP BY state")
         return [
@@ -312,7 +313,7 @@ class Exchange:
 
 
 def readable(text: str) -> str:
-    """Return the start of a text that somebody sent, on one line."""
+    """Return the start of a client's text, on one line."""
     shown = text[:_MOST_REASON].encode("unicode_escape").decode()
     return shown if len(text) <= _MOST_REASON else f"{shown}..."
 
@@ -322,7 +323,7 @@ def _shown(when: float) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -331,7 +332,7 @@ def _flush(folder: Path) -> None:
 
 
 class _Arriving:
-    """An upload on its way to the disk. Its methods take their time, so they run in threads."""
+    """An upload on its way to the disk. Its methods block, so they run in threads."""
 
     def __init__(self, exchange: Exchange, settings: Settings, token: str, announced: int) -> None:
         self._exchange, self._settings, self._token = exchange, settings, token
@@ -360,17 +361,17 @@ class _Arriving:
         self._file.write(piece)
 
     def end(self, piece: bytes, wanted: str) -> Submission:
-        """Write the last bytes, and keep the file if it is what the client meant to send."""
+        """Write the last bytes, and keep the file if it has the SHA-256 `wanted`."""
         self.write(piece)
-        found = self._hash.hexdigest()
-        if found != wanted:
-            raise InvalidInput("idempotency-key", wanted, f"the SHA-256 of the body, {found}")
+        digest = self._hash.hexdigest()
+        if digest != wanted:
+            raise InvalidInput("idempotency-key", wanted, f"the SHA-256 of the body, {digest}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._exchange.keep(self._path, found, self._token, self._size)
+        return self._exchange.keep(self._path, digest, self._token, self._size)
 
     def discard(self) -> None:
-        """Remove what is left of it."""
+        """Remove its temporary file."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -378,10 +379,10 @@ class _Arriving:
 
 
 def announced_id(headers: Mapping[bytes, bytes]) -> str:
-    """Return the id that the head of a request gives to the upload in its body.
+    """Return the upload's id that the headers of a request announce.
 
     Raises:
-        RequestError: 415 for another body.
+        RequestError: 415 for another type of body.
         InvalidInput: the key is no SHA-256.
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")

@@ -1,15 +1,16 @@
-"""Generations: models and a plan that belong together, known by their digest.
+"""Generations: models and a plan that answer together, identified by their digest.
 
-The supervisor copies them from where the operator keeps them to a folder of its own, once each time
-that they change: a generation. All workers load that copy, one that starts later too. So they
-answer alike whatever becomes of the originals, and a digest names the very bytes that answer.
+Each time that the operator's models or plan change, the supervisor copies them to a folder of its
+own: a generation. All workers load that copy, also those that start later. So they give the same
+answers even if the originals change, and the digest identifies the exact bytes in use.
 
     <digest>/models/<version>/   a model folder, one for each device
     <digest>/plan.json           the plan, if there is one
 
-A new generation is loaded and asked in a process of its own before any worker hears of it. Trees
-are evaluated by native code. A text that makes it crash, in spite of all checks, ends the
-process of the trial and none that answers."""
+A new generation is loaded and tried in a process of its own before any worker loads it, because
+native code evaluates the trees: a text that makes it crash, in spite of all checks, ends that
+process and no worker.
+"""
 
 from __future__ import annotations
 
@@ -47,67 +48,67 @@ from .requests import RequestError, shorten
 from .schema import EXAMPLE
 
 MODELS, PLAN = "models", "plan.json"
-#: Operations that the models of this version of confpred answer for, beside those of a generation.
+#: Operations whose models are those of this version of confpred, not of a generation.
 FURTHER = (CONV.name,)
-#: Folders in that of the exchange: models that a retraining published, and those taken back; and
-#: how many published ones of a device are kept.
+#: Folders in the exchange's folder: models that a retraining published, and those withdrawn; and
+#: how many published models of a device are kept.
 PUBLISHED, WITHDRAWN, KEPT = "models", "withdrawn", 5
 #: The reply header that names the models: ``h100=<digest>, h200=<digest>``.
 MODEL_HEADER = "x-confpred-model"
 _LEAST_DIGITS = 8  # of a digest that a request names
-#: Seconds that a trial may take.
+#: Most seconds of a trial.
 _LONGEST_S = 120.0
-#: Questions to all trees: one row at a time, and many, which LightGBM does in other ways.
+#: Rows to try all trees with: one at a time and many, which LightGBM evaluates by different code.
 _VALUES = (0.0, float("nan"), 1e30, -1e30)
 _ROWS = (1, 32)
 
 
 def published(folder: Path) -> list[tuple[Path, ModelFiles]]:
-    """Return the models that an exchange in `folder` has published, by their cards alone, the
+    """Return the models that an exchange in `folder` has published, from their cards alone, the
     newest first."""
-    found = []
+    models = []
     for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
-        with contextlib.suppress(ModelError):  # it has just been removed, or is none
-            found.append((path.parent, card_of(path.parent)))
-    return sorted(found, key=lambda each: each[1].card.created, reverse=True)
+        with contextlib.suppress(ModelError):  # it was just removed, or is no model
+            models.append((path.parent, card_of(path.parent)))
+    return sorted(models, key=lambda model: model[1].card.created, reverse=True)
 
 
 def newest_models(settings: Settings) -> dict[str, Path]:
-    """Return the newest model folder for each device, of those of the operator and those that a
+    """Return the newest model folder for each device, among the operator's and those that a
     retraining has published.
 
     Raises:
         ModelError: a card is damaged.
     """
-    found = model_folders(shipped_models() if settings.model is None else Path(settings.model))
+    newest = model_folders(shipped_models() if settings.model is None else Path(settings.model))
     if settings.exchange is None:
-        return found
-    for path, known in reversed(published(Path(settings.exchange))):
-        own = found.get(known.card.device)
-        if own is None or str(read_card(own)[1].get("created")) < known.card.created:
-            found[known.card.device] = path
-    return found
+        return newest
+    for path, read in reversed(published(Path(settings.exchange))):
+        own = newest.get(read.card.device)
+        if own is None or str(read_card(own)[1].get("created")) < read.card.created:
+            newest[read.card.device] = path
+    return newest
 
 
 def withdraw(settings: Settings, generation: Path | None) -> bool:
-    """Withdraw published models, so that no reload takes them up again: those newer than the models
-    of the generation in a folder, or without one the newest; whether there were any."""
+    """Withdraw published models, so that no reload loads them again: those newer than the models of
+    the generation in a folder; without a generation, the newest. Return whether there were any."""
     if settings.exchange is None:
         return False
     folder, passed, gone = Path(settings.exchange), set(), 0
     cards = () if generation is None else generation.glob(f"{PUBLISHED}/*/{CARD}")
     digests = {hashlib.sha256(card.read_bytes()).hexdigest() for card in cards}
-    for path, known in published(folder)[: 1 if generation is None else None]:
-        if known.digest in digests:
-            passed.add(known.card.device)
-        if known.card.device not in passed:
+    for path, read in published(folder)[: 1 if generation is None else None]:
+        if read.digest in digests:
+            passed.add(read.card.device)
+        if read.card.device not in passed:
             set_aside(path)
             gone += 1
     return gone > 0
 
 
 def set_aside(model: Path) -> None:
-    """Withdraw a published model, so that no reload takes it up again."""
+    """Withdraw a published model, so that no reload loads it again."""
     name = f"{model.name}-{secrets.token_hex(4)}"
     os.replace(model, model.parents[1] / WITHDRAWN / name)
 
@@ -117,7 +118,7 @@ def publish(settings: Settings, home: Path) -> Path:
     unless it is there already.
 
     Raises:
-        ModelError, DataError: a model or its trees are missing or damaged; so is the plan.
+        ModelError, DataError: a model, its trees or the plan are missing or damaged.
         StorageError: there is no room for the copy.
     """
     folders = newest_models(settings)
@@ -129,17 +130,17 @@ def publish(settings: Settings, home: Path) -> Path:
             continue  # the service's own
         if settings.signed_by is not None:
             signed_by(path, Path(settings.signed_by))
-    known: dict[str, tuple[str, str]] = {}
+    versions: dict[str, tuple[str, str]] = {}
     files: dict[str, bytes] = {}
     for device, (path, read) in models.items():
         version = path.resolve().name
-        known[device] = (version, read.digest)
+        versions[device] = (version, read.digest)
         files |= {f"{MODELS}/{version}/{name}": text for name, text in read.files.items()}
     plan = None
     if settings.plan is not None:
         with raising(DataError, f"read {settings.plan}"):
             plan = files[PLAN] = plan_file(Path(settings.plan)).read_bytes()
-    published = home / digest_of(known, plan)
+    published = home / digest_of(versions, plan)
     if not published.exists():
         for path, read in models.values():
             read.check_trees(path)
@@ -148,38 +149,38 @@ def publish(settings: Settings, home: Path) -> Path:
 
 
 def give_back() -> None:
-    """Have the C library return the 30 MB that `publish` took, which glibc keeps for its thread."""
+    """Have the C library return the 30 MB of `publish`, which glibc keeps for its thread."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def fingerprint(settings: Settings) -> str:
-    """Return a digest that changes with the files of models and plan; it reads none of them."""
+    """Return a digest that changes with the files of models and plan, without reading them."""
     sources = [shipped_models() if settings.model is None else Path(settings.model)]
     sources += [] if settings.exchange is None else [Path(settings.exchange, PUBLISHED)]
     plan = [] if settings.plan is None else [plan_file(Path(settings.plan))]
-    found: list[Any] = []
+    stamps: list[Any] = []
     inside = (path for source in sources for depth in ("*", "*/*") for path in source.glob(depth))
     for path in sorted((*inside, *plan)):
         try:
             status = path.stat()
         except OSError:  # gone since it was listed
             continue
-        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        stamps.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
 
 def digest_of(models: Mapping[str, tuple[str, str]], plan: bytes | None) -> str:
-    """Return the digest of a generation, of its models' names and digests by device and the text of
-    its plan; answers have the names."""
+    """Return the digest of a generation: of its models' names (which are in answers) and digests by
+    device, and of its plan's text."""
     parts = [models, None if plan is None else hashlib.sha256(plan).hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """Models and a plan, loaded: the predictor that answers by them, and what a reply says of them.
+    """Loaded models and plan: the predictor that uses them, and the digest in its replies.
 
     Two servers with one digest and one version of confpred give the same answers.
     """
@@ -187,7 +188,7 @@ class Generation:
     digest: str
     predictor: Predictor
     headers: Mapping[str, str]
-    folder: Path | None = None  # that it was read from, where `publish` wrote one
+    folder: Path | None = None  # folder that it was loaded from, if `publish` wrote one
 
     def model_of(self, device: str) -> Model | None:
         return self.predictor.models.get(device)
@@ -214,7 +215,7 @@ class Generation:
 
 def of(predictor: Predictor, plan: bytes | None = None) -> Generation:
     """Return the generation of `predictor`, whose plan has the text `plan`. Its tables are made, so
-    that no client need wait for them."""
+    that no client waits for them."""
     for device in (*predictor.models, next(iter(KNOWN))):
         predictor.choose(EXAMPLE, device)
     models = {device: (m.version, m.digest) for device, m in predictor.models.items()}
@@ -226,17 +227,17 @@ def load(folder: Path) -> Generation:
     """Return the generation that `publish` wrote to `folder`.
 
     Raises:
-        ModelError, DataError, InvalidInput: the folder is damaged, or a model in it is of no use
-            to this version of confpred.
+        ModelError, DataError, InvalidInput: the folder is damaged, or this version of confpred
+            cannot use a model in it.
     """
     if not folder.is_dir():
         raise ModelError(f"cannot read {folder}: it is gone")
     models, plan = (path if path.exists() else None for path in (folder / MODELS, folder / PLAN))
     predictor = Predictor.load(models, plan=plan, further=FURTHER)
-    found = of(predictor, None if plan is None else plan.read_bytes())
-    if found.digest != folder.name:
-        raise ModelError(f"{folder} is damaged: it is {found.digest}")
-    return replace(found, folder=folder)
+    generation = of(predictor, None if plan is None else plan.read_bytes())
+    if generation.digest != folder.name:
+        raise ModelError(f"{folder} is damaged: it is {generation.digest}")
+    return replace(generation, folder=folder)
 
 
 class Loaded:
@@ -244,12 +245,12 @@ class Loaded:
 
     def __init__(self, current: Generation, others: Iterable[Generation] = ()) -> None:
         self.current = current
-        self._all = {each.digest: each for each in (*others, current)}
+        self._all = {generation.digest: generation for generation in (*others, current)}
 
     @property
     def others(self) -> list[Generation]:
-        """Return those that answer only if asked for, the latest first."""
-        return [each for each in reversed(self._all.values()) if each is not self.current]
+        """Generations that answer only requests that name them, the latest first."""
+        return [g for g in reversed(self._all.values()) if g is not self.current]
 
     def add(self, generation: Generation) -> None:
         self._all[generation.digest] = generation
@@ -258,29 +259,29 @@ class Loaded:
         return digest in self._all
 
     def switch(self, digest: str, keep: Iterable[str]) -> None:
-        """Answer by the generation of `digest` from now on, and forget all that are not kept."""
+        """Make the generation of `digest` current, and forget all that are not in `keep`."""
         current = self._all[digest]
-        self._all = {each: self._all[each] for each in keep if each in self._all}
+        self._all = {kept: self._all[kept] for kept in keep if kept in self._all}
         self._all[digest] = self.current = current
 
     def folder_of(self, digest: str) -> Path | None:
         """Return the folder of the loaded model with this digest, if there is one."""
-        for each in self._all.values():
-            for model in each.predictor.models.values():
-                if model.digest == digest and each.folder is not None:
-                    return each.folder / MODELS / model.version
+        for generation in self._all.values():
+            for model in generation.predictor.models.values():
+                if model.digest == digest and generation.folder is not None:
+                    return generation.folder / MODELS / model.version
         return None
 
     def find(self, version: str) -> Generation:
         """Return the generation that has `version`: the current one, or else the latest.
 
         Raises:
-            RequestError: none has it.
+            RequestError: no loaded generation has it.
         """
-        for each in (self.current, *self.others):
-            if each.has(version):
-                return each
-        names = {m.version for each in self._all.values() for m in each.predictor.models.values()}
+        for generation in (self.current, *self.others):
+            if generation.has(version):
+                return generation
+        names = {m.version for g in self._all.values() for m in g.predictor.models.values()}
         allowed = f"the name or digest of a model that /v1/models lists: {', '.join(sorted(names))}"
         version = shorten(version)
         message = f"version {version!r} is not loaded"
@@ -288,7 +289,7 @@ class Loaded:
 
 
 async def refusal(folder: Path) -> str:
-    """Try the generation in `folder`: why it is refused, or nothing if it is not."""
+    """Try the generation in `folder`; return the reason why it is refused, or an empty text."""
     names = sorted(path.name for path in folder.glob(f"{MODELS}/*"))
     tried = f"a process that tried {' and '.join(names)}"
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
@@ -313,11 +314,11 @@ async def refusal(folder: Path) -> str:
 
 
 def main() -> None:
-    """Load the generation that the command line names, and ask all that it knows; with 1, and the
-    reason on standard output, if that fails."""
+    """Load the generation that the command line names, and evaluate all of its trees. If that
+    fails, print the reason and end with 1."""
     folder, parent = sys.argv[1:]
     end_with(int(parent))
-    logging.disable()  # a worker that loads it says the same
+    logging.disable()  # a worker that loads it logs the same
     try:
         loaded = load(Path(folder))
         ensembles = (model.ensembles() for model in loaded.predictor.models.values())

@@ -1,9 +1,8 @@
-"""The process beside the workers that has uploads checked and models retrained, while nobody needs
-the cores.
+"""The process that has uploads checked and models retrained, while the workers leave cores free.
 
-It runs at the system's idle priority, on `Settings.job_cores` cores. A process of its own checks
+It runs at the system's idle priority, on `Settings.job_cores` cores. A child process checks
 uploads, within limits of memory and time, and another one retrains. Each of them may end at any
-moment: all that is to be kept is on the disk (`service.exchange`), and another one goes on.
+moment: its state is on the disk (`service.exchange`), and a new process continues.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from . import exchange as rooms
 from .child import command
 from .schema import Job, Submission
 
-_IDLE_S = 0.2  # between looks for something to do
-#: Bytes of data and seconds of processor time that the check of an upload may take.
+_IDLE_S = 0.2  # between looks for uploads and jobs
+#: Most bytes of data and seconds of processor time of the check of an upload.
 MOST_MEMORY, MOST_S = 3 * 2**30, 120
 _log = logging.getLogger(__name__)
 
@@ -66,8 +65,8 @@ class Keeper:
         return subprocess.Popen(command("keeper", *own, *words), text=True, **how)
 
     def _check(self, upload: Submission) -> None:
-        """Admit an upload, or quarantine it with the reason. One that the server cannot check, or
-        at which the process that checks uploads ends, is tried again later."""
+        """Admit an upload, or quarantine it with the reason. An upload that the server cannot
+        check, or during which the checking process ends, is tried again later."""
         pipe, checker = subprocess.PIPE, self._checker
         if checker is None or checker.poll() is not None:
             checker = self._checker = self._start("check", stdin=pipe, stdout=pipe, bufsize=1)
@@ -87,7 +86,7 @@ class Keeper:
             self._exchange.postpone(upload, reply.get("error", ended))
 
     def _run_job(self) -> None:
-        """Start the next job where none runs, and see how one has ended."""
+        """Start the next job if none runs, and record how one has ended."""
         exchange = self._exchange
         if self._job is not None:
             number, process = self._job
@@ -105,8 +104,8 @@ class Keeper:
 
 
 def check_all(settings: Settings) -> None:
-    """Answer each line of standard input, an upload's id, by one: what its check says, or the error
-    of the server for which it cannot be checked."""
+    """Read upload ids from standard input, and write one line for each: the result of its check, or
+    the error of the server that prevented it."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # as a library may print
         exchange = rooms.Exchange(Path(settings.exchange or ""))
@@ -133,7 +132,7 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     """Check an upload, and write its new rows as a part of the data."""
     from confpred.data.parquet import new_rows, write
     from confpred.problem.conv2d import CONVOLUTION
-    from confpred.retraining.admission import TOKEN, Refused, check_shard
+    from confpred.retraining.admission import TOKEN, RefusedShard, check_shard
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     file, part = (exchange.path(room, upload.id) for room in (rooms.UPLOADS, rooms.ADMITTED))
@@ -142,15 +141,15 @@ def _check(settings: Settings, exchange: rooms.Exchange, upload: Submission) -> 
     models = {device: _loaded(path) for device, path in generations.newest_models(settings).items()}
     try:
         shard = check_shard(file, models, exchange.files(rooms.CONTROLS))
-    except Refused as error:
+    except RefusedShard as error:
         reason = str(error).removeprefix(f"{file}: ").replace(str(file), "the file")
         return {"refused": reason, "run_ids": [*error.run_ids]}
     if bad := exchange.distrusted(upload.token) & {*shard.run_ids}:
         return {"refused": f"control configs of run {min(bad)} take other times than elsewhere"}
     rows = new_rows(shard.rows, [file for file in exchange.data() if file != part], shard.operation)
-    if rows.num_rows:  # in one step: a process that is about to end may do the same once more
-        known = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
-        write(rows.replace_schema_metadata(known), part)
+    if rows.num_rows:  # written whole: a process that is about to end may write the same part
+        metadata = {**(rows.schema.metadata or {}), TOKEN: upload.token.encode()}
+        write(rows.replace_schema_metadata(metadata), part)
     else:
         part.unlink(missing_ok=True)
     taught = rows["device"].to_pylist() if shard.operation is CONVOLUTION else []
@@ -169,24 +168,24 @@ def retrain(
     with TemporaryDirectory(prefix="confpred-retrain-") as folder:
         made, models = Path(folder) / "model", generations.newest_models(settings)
         try:
-            found = exchanged.retrain_from(
+            outcome = exchanged.retrain_from(
                 data, models, made, holdout=holdout, say=_log.info, **how
             )
-            if found.verdict.better:
+            if outcome.verdict.better:
                 publish(made, exchange.folder / generations.PUBLISHED)
         except (ConfpredError, OSError) as error:
             return exchange.set_job(job.id, "failed", rooms.readable(str(error)))
-    if not (found.verdict.better and settled(exchange, job, supervisor)):
-        return exchange.set_job(job.id, "kept", found.why)
-    known = generations.published(exchange.folder)
-    for old in [path for path, read in known if read.card.device == job.device][generations.KEPT :]:
+    if not (outcome.verdict.better and settled(exchange, job, supervisor)):
+        return exchange.set_job(job.id, "kept", outcome.why)
+    cards = generations.published(exchange.folder)
+    for old in [path for path, read in cards if read.card.device == job.device][generations.KEPT :]:
         shutil.rmtree(old, ignore_errors=True)
     return None
 
 
 def settled(exchange: rooms.Exchange, job: Job, supervisor: int | None) -> bool:
-    """Have the model that a job has published loaded, and then say so; False if there is none. The
-    model's card names the job, so that this can be done again after a kill at any moment."""
+    """Have the model that a job has published loaded, then record that; return False if there is
+    none. The model's card names the job, so that this can be repeated after a kill."""
     for path, read in generations.published(exchange.folder):
         content = read.card.content
         if content.get("job") == [job.id, job.started]:
@@ -198,7 +197,7 @@ def settled(exchange: rooms.Exchange, job: Job, supervisor: int | None) -> bool:
 
 
 def main() -> None:
-    """Have uploads checked and start jobs; or, where the command line says so, check or do one."""
+    """Have uploads checked and start jobs; or check or do one, if the command line says so."""
     fields, parent, *job = sys.argv[1:]
     settings = Settings(**json.loads(fields))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -207,9 +206,9 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[-settings.job_cores :]
     os.sched_setaffinity(0, cores)
     if job in ([], ["check"]):
-        os.setpriority(os.PRIO_PROCESS, 0, 10)  # behind answers, and not after all else
+        os.setpriority(os.PRIO_PROCESS, 0, 10)  # below the workers, above the idle priority
     else:
-        with contextlib.suppress(OSError):  # where the system forbids it
+        with contextlib.suppress(OSError):  # if the system forbids it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if not job:
         Keeper(settings, int(parent)).run()

@@ -1,7 +1,7 @@
 """Log lines of the server's processes, as text or as JSON, and each request's id and trace.
 
-No request waits for whoever reads the log: lines are queued, and a thread writes them. A line is
-lost, and counted, if nobody takes it before too many wait, or if the disk is full."""
+No request waits for the reader of the log: lines are queued, and a thread writes them. A line is
+lost, and counted, if too many lines wait to be read, or if the disk is full."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .requests import RequestError, refusal
 
 #: The logger of requests; its lines go to standard output, all others to standard error.
 ACCESS = "confpred.access"
-#: Keys of an ASGI scope: the fields that the answer has in the log, the name of the token, and the
-#: status that the protocol refused it with, whatever the application says of it.
+#: Keys of an ASGI scope: the answer's fields in the log, the name of the token, and the status with
+#: which the protocol refused the request, even if the application replied.
 ANSWER, TOKEN, REFUSED = "confpred.answer", "confpred.token", "confpred.refused"
 _GONE = 499  # nginx's status for a request whose client left before the reply
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
@@ -36,18 +36,18 @@ _TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _FIELDS = {b"x-request-id": "request_id", b"traceparent": "traceparent"}
 _log = logging.getLogger(ACCESS)
 _bugs = logging.getLogger(__name__)
-#: Bytes of lines that may wait for each of the two streams: those of a second of the most requests.
+#: Most bytes of lines that wait for each of the two streams: those of a second of full load.
 _MOST_QUEUED = 4 * 2**20
-#: Bytes that even a pipe takes at once, so that lines of several processes are not mixed.
+#: Bytes that a pipe takes at once, so that lines of several processes are not mixed.
 _PIECE = select.PIPE_BUF
-#: Seconds between writes: to wake the thread for each line would take longer than to write it.
+#: Seconds between writes: waking the thread for each line would take longer than writing it.
 _PAUSE_S = 0.01
-#: Seconds that a process which ends waits for its last lines to be taken.
+#: Seconds that an ending process waits for its last lines to be read.
 _END_S = 1.0
 
 
 class Lines(logging.Handler):
-    """Handler that queues lines for a file descriptor, which a thread writes, several at once."""
+    """Handler that queues lines for a file descriptor; a thread writes them, several at once."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Lines(logging.Handler):
         return None
 
     def flush(self) -> None:
-        """Wait until the lines are written, but not for long: perhaps nobody reads."""
+        """Wait until the lines are written, but not for long: perhaps nobody reads them."""
         end = time.monotonic() + _END_S
         while self._written < self._queued and time.monotonic() < end:
             time.sleep(0.01)
@@ -100,7 +100,7 @@ class Lines(logging.Handler):
         self._written += len(lines)
 
 
-#: Those of this process, once it is configured: for standard output, and for standard error.
+#: Handlers of this process, once it is configured: for standard output, and for standard error.
 _lines: list[Lines] = []
 
 
@@ -135,9 +135,9 @@ class Json(logging.Formatter):
 
 
 def configure(settings: Settings, process: str) -> None:
-    """Log as `settings` say; `process` names this one in JSON lines."""
+    """Log as `settings` require; `process` names this process in JSON lines."""
     logging.raiseExceptions = False  # else a bad line is reported by a blocking write
-    # As the documentation of logging advises for speed: no line says where it was logged.
+    # For speed, as the documentation of logging advises: no line has the place of its call.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)
@@ -158,10 +158,10 @@ def lost() -> int:
 
 
 class Access:
-    """ASGI middleware around all others that gives each request an id, echoes its trace, counts,
+    """ASGI middleware around all others. It gives each request an id, echoes its trace, counts,
     times and logs it, and turns a bug into a 500 with an id.
 
-    An id that the client sent as ``X-Request-Id`` is taken if it is short and plain.
+    An ``X-Request-Id`` of the client is the id if it is short and plain.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
@@ -190,7 +190,7 @@ class Access:
         self._metrics.add(1, "confpred_in_flight_requests")
         try:
             await self._app(scope, receive, stamped)
-        except asyncio.CancelledError:  # the server ends, and cannot wait any longer
+        except asyncio.CancelledError:  # the server ends, and waits no longer
             if not status:
                 message = "the server stops, and this would have taken too long"
                 error = RequestError(503, "stopping", message, headers={"retry-after": "1"})
@@ -198,7 +198,7 @@ class Access:
         except Exception:
             incident = os.urandom(16).hex()
             _bugs.exception("request %s %r failed, id %s", scope["method"], scope["path"], incident)
-            if status:  # too late to reply otherwise: let the server cut the connection
+            if status:  # too late for another reply: let the server cut the connection
                 raise
             message = f"internal error; the server's log has it as {incident}"
             error = RequestError(500, "internal_error", message)

@@ -1,7 +1,8 @@
 """Counts of requests, replies, workers and reloads, and the text of ``/metrics``.
 
-Each process counts for itself: numbers by key, which is a metric's name and its labels. Those of
-several processes are added up by their supervisor (`Totals`), which workers send by the channel."""
+Each process counts for itself: numbers by key, which is a metric's name and its labels. Workers
+send theirs to the supervisor, which adds them up (`Totals`).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from prometheus_client import metrics_core as core
 from confpred._version import __version__
 from confpred.model.folder import Model
 
-#: A metric's name and its labels; of a histogram also the number of a bucket, or ``sum``.
+#: A metric's name and its labels; for a histogram also the number of a bucket, or ``sum``.
 Key = tuple[str, ...]
 Counts = defaultdict[Key, float]
-#: Counts as JSON has them: a key and its number in each.
+#: Counts in JSON: each entry is a key and its number.
 Rows = list[list[Any]]
 
 _SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _PROBLEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-class Family(NamedTuple):
-    """One metric: a sentence for a person, and the names of its labels. A gauge is not counted on
-    when its process has ended; the buckets of a histogram have the most that is in each."""
+class Metric(NamedTuple):
+    """One metric: its help text, and the names of its labels. A gauge is dropped when its process
+    ends; `buckets` are the upper bounds of a histogram's buckets."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -39,25 +40,25 @@ class Family(NamedTuple):
     buckets: Sequence[float] = ()
 
 
-FAMILIES: Mapping[str, Family] = {
-    "confpred_requests": Family("HTTP requests.", ("route", "status")),
-    "confpred_request_seconds": Family("Times of requests.", ("route",), "histogram", _SECONDS),
-    "confpred_in_flight_requests": Family("Requests under way.", (), "gauge"),
-    "confpred_replies": Family("Predict replies, by what had them ready.", ("origin",)),
-    "confpred_problems": Family("Problems answered, by the best choice's source.", ("source",)),
-    "confpred_batch_problems": Family("Problems of a request.", (), "histogram", _PROBLEMS),
-    "confpred_worked_out_problems": Family("Problems worked out, as they were not in memory."),
-    "confpred_dropped_requests": Family("Requests given up, by the reason.", ("reason",)),
-    "confpred_queued_requests": Family("Requests that wait for work.", (), "gauge"),
-    "confpred_queued_problems": Family("Problems that wait for work.", (), "gauge"),
-    "confpred_log_lines_lost": Family("Lines of the log that nobody took in time."),
-    "confpred_workers": Family("Worker processes that answer.", (), "gauge"),
-    "confpred_workers_wanted": Family("Worker processes that there should be.", (), "gauge"),
-    "confpred_workers_replaced": Family("Worker processes that ended and were replaced."),
-    "confpred_uploads": Family("Uploads, by what became of them.", ("state",), "gauge"),
-    "confpred_upload_bytes": Family("Bytes of all uploads."),
-    "confpred_jobs": Family("Retraining jobs, by state.", ("state",), "gauge"),
-    "confpred_reloads": Family("Reloads and rollbacks, by outcome.", ("outcome",)),
+FAMILIES: Mapping[str, Metric] = {
+    "confpred_requests": Metric("HTTP requests.", ("route", "status")),
+    "confpred_request_seconds": Metric("Times of requests.", ("route",), "histogram", _SECONDS),
+    "confpred_in_flight_requests": Metric("Requests under way.", (), "gauge"),
+    "confpred_replies": Metric("Predict replies, by what had them ready.", ("origin",)),
+    "confpred_problems": Metric("Problems answered, by the best choice's source.", ("source",)),
+    "confpred_batch_problems": Metric("Problems of a request.", (), "histogram", _PROBLEMS),
+    "confpred_worked_out_problems": Metric("Problems worked out, as they were not in memory."),
+    "confpred_dropped_requests": Metric("Requests given up, by the reason.", ("reason",)),
+    "confpred_queued_requests": Metric("Requests that wait for work.", (), "gauge"),
+    "confpred_queued_problems": Metric("Problems that wait for work.", (), "gauge"),
+    "confpred_log_lines_lost": Metric("Lines of the log that nobody took in time."),
+    "confpred_workers": Metric("Worker processes that answer.", (), "gauge"),
+    "confpred_workers_wanted": Metric("Worker processes that there should be.", (), "gauge"),
+    "confpred_workers_replaced": Metric("Worker processes that ended and were replaced."),
+    "confpred_uploads": Metric("Uploads, by what became of them.", ("state",), "gauge"),
+    "confpred_upload_bytes": Metric("Bytes of all uploads."),
+    "confpred_jobs": Metric("Retraining jobs, by state.", ("state",), "gauge"),
+    "confpred_reloads": Metric("Reloads and rollbacks, by outcome.", ("outcome",)),
 }
 
 
@@ -65,7 +66,7 @@ class Metrics:
     """The counts of one process."""
 
     def __init__(self, lost: Callable[[], int] = lambda: 0) -> None:
-        """Count; `lost` says how many lines of the log are lost."""
+        """Count from zero; `lost` returns how many lines of the log are lost."""
         self._lost = lost
         self.counts: Counts = defaultdict(float)
         for reason in ("queue", "deadline", "gone"):  # a rate needs a zero first
@@ -81,12 +82,12 @@ class Metrics:
         self.add(value, *key, "sum")
 
     def served(self, route: str, status: int, seconds: float) -> None:
-        """Count a request by route and status; `seconds` go from its head to its reply's end."""
+        """Count a request by route and status; `seconds` last from its head to its reply's end."""
         self.add(1, "confpred_requests", route, str(status))
         self.observe(seconds, "confpred_request_seconds", route)
 
     def answered(self, origin: str, sources: Mapping[str, int]) -> None:
-        """Count a reply: where it was found, and how many problems each source answered."""
+        """Count a reply by its origin, and the problems by the source of their answers."""
         self.add(1, "confpred_replies", origin)
         for source, count in sources.items():
             self.add(count, "confpred_problems", source)
@@ -106,7 +107,7 @@ def read(rows: Rows) -> dict[Key, float]:
 
 
 class Totals:
-    """The counts of all processes of a server. Those of processes that have ended stay."""
+    """The counts of all processes of a server, also of those that have ended."""
 
     def __init__(self) -> None:
         self._of: dict[int, Mapping[Key, float]] = {}
@@ -116,7 +117,7 @@ class Totals:
         self._of[process] = {}
 
     def note(self, process: int, rows: Rows) -> None:
-        """Take what `process` sent last; nothing if it has ended."""
+        """Store the last report of `process`; ignore one of a process that has ended."""
         if process in self._of:
             self._of[process] = read(rows)
 
@@ -134,30 +135,30 @@ class Totals:
 
 
 def families(counts: Rows) -> Iterator[core.Metric]:
-    """Yield `counts` as Prometheus's client writes them."""
+    """Yield `counts` as metrics of Prometheus's client."""
     by_name: dict[str, dict[Key, float]] = {name: {} for name in FAMILIES}
     for name, *key, value in counts:
         by_name[name][tuple(key)] = value
     for name, family in FAMILIES.items():
-        found = by_name[name]
+        values = by_name[name]
         if family.kind == "histogram":
-            yield _histogram(name, family, found)
+            yield _histogram(name, family, values)
             continue
         kind = core.GaugeMetricFamily if family.kind == "gauge" else core.CounterMetricFamily
         made = kind(name, family.help, labels=family.labels)
-        for labels, value in found.items() or ([] if family.labels else [((), 0)]):
+        for labels, value in values.items() or ([] if family.labels else [((), 0)]):
             made.add_metric(labels, value)
         yield made
 
 
-def _histogram(name: str, family: Family, found: Mapping[Key, float]) -> core.Metric:
+def _histogram(name: str, family: Metric, values: Mapping[Key, float]) -> core.Metric:
     made = core.HistogramMetricFamily(name, family.help, labels=family.labels)
-    for labels in dict.fromkeys(key[:-1] for key in found) or ([] if family.labels else [()]):
+    for labels in dict.fromkeys(key[:-1] for key in values) or ([] if family.labels else [()]):
         total, buckets = 0.0, []
         for place, most in enumerate((*map(str, map(float, family.buckets)), "+Inf")):
-            total += found.get((*labels, str(place)), 0)
+            total += values.get((*labels, str(place)), 0)
             buckets.append((most, total))
-        made.add_metric(labels, buckets, found.get((*labels, "sum"), 0.0))
+        made.add_metric(labels, buckets, values.get((*labels, "sum"), 0.0))
     return made
 
 

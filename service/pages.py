@@ -1,6 +1,7 @@
-"""Pages for people, ``/`` and ``/docs``: HTML with drawings, which loads nothing and runs nothing.
+"""Pages for people, ``/`` and ``/docs``: HTML with drawings, without scripts or further files.
 
-A layer is asked for by a form that sends GET, so that an answer has an address."""
+The form asks for a layer by GET, so that an answer has an address.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ from confpred.problem.record import Record
 
 from .exchange import Exchange
 from .generations import Loaded
-from .predict import Memory, Predict, Question, encode
+from .predict import AnswerCache, Predict, Question, encode
 from .scheduler import Steps
 from .schema import EXAMPLE, ModelsReply, ServedModel
 
-#: Where the pages are, and the description that one of them links to.
+#: Paths of the pages, and of the description that one of them links to.
 PATHS = ("/", "/docs", "/openapi.json")
-_TOP = 5  # choices that the form asks for at first
+_TOP = 5  # default number of choices in the form
 _LATEST = 20  # jobs, uploads, and reports of drift that are shown
-_LARGEST = 4 * 2**20  # bytes of such a report
+_LARGEST = 4 * 2**20  # most bytes of a report of drift
 _EXPLAINED = 50_000  # bytes of an explanation, about
-_WANTED = 0.95  # the share of answers that is to be within its bound
-#: Kinds of answers in a model's card, as the page calls them.
+_WANTED = 0.95  # share of answers that should be within their bound
+#: Kinds of answers in a model's card, and their names in the page.
 _ANSWERS = {
     "the predicted fastest": "answers",
     "always ours": "confpred kernels alone",
@@ -91,10 +92,10 @@ def install(
             "drift": await asyncio.to_thread(read_drift, state.settings.drift),
         }
         steps = _home(generation.predictor, memory, dict(request.query_params), shown)
-        found = await predict.work(steps, request.scope, request.receive, 1)
-        if found is None:
+        rendered = await predict.work(steps, request.scope, request.receive, 1)
+        if rendered is None:
             return Response(status_code=499)  # nobody is there to read it
-        return await _reply(request, *found)
+        return await _reply(request, *rendered)
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -118,7 +119,7 @@ def _style() -> str:
 
 @cache
 def policy() -> str:
-    """Return the Content-Security-Policy: one stylesheet, and an icon inside of the page."""
+    """Return the Content-Security-Policy: one stylesheet, and an icon inside the page."""
     digest = b64encode(hashlib.sha256(_style().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; form-action 'self'; "
@@ -143,8 +144,8 @@ def _render(template: str, **values: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of the form: its name, its name for people, its text, and what it may hold: one of
-    `options`, which have names for people; or, without any, a text that `hint` describes."""
+    """A field of the form: its name, its label, its text, and its allowed values: one of `options`,
+    by labels; or, without any, a text that `hint` describes."""
 
     name: str
     label: str
@@ -152,12 +153,12 @@ class Field:
     hint: str = ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: bool = False
-    is_flag: bool = False  # a box to tick, whose text is then ``true``
+    is_flag: bool = False  # a check box, whose text is ``true`` when it is ticked
 
 
 class Bar(NamedTuple):
-    """A line of a drawing: its words, and how long it is and how far its whisker reaches, as shares
-    of the width."""
+    """A line of a drawing: its words, and the lengths of its bar and its whisker, as shares of the
+    width."""
 
     label: str
     words: str
@@ -177,9 +178,9 @@ class Chart(NamedTuple):
 
 
 def _home(
-    predictor: Predictor, memory: Memory, query: Mapping[str, str], shown: Mapping[str, Any]
+    predictor: Predictor, memory: AnswerCache, query: Mapping[str, str], shown: Mapping[str, Any]
 ) -> Steps[tuple[str, int]]:
-    """Work out the page and its status; `shown` is all but the answer."""
+    """Compute the page and its status; `shown` are the parts beside the answer."""
     yield 1
     error = answer = None
     if query:
@@ -199,7 +200,7 @@ def _home(
     text = _render(
         "home.html",
         error=error,
-        known={field.name for fields in groups.values() for field in fields},
+        field_names={field.name for fields in groups.values() for field in fields},
         groups=groups,
         answer=answer,
         summary=[] if answer is None else explain.summary(answer),
@@ -213,8 +214,7 @@ def _home(
 
 
 def read_query(query: Mapping[str, str]) -> tuple[Record, Device, int]:
-    """Return what the form asks: a layer, the device, and how many choices. A field that is empty
-    has its default.
+    """Return the form's layer, device and number of choices. An empty field has its default.
 
     Raises:
         InvalidInput: a field holds a value that is not allowed.
@@ -228,7 +228,7 @@ def read_query(query: Mapping[str, str]) -> tuple[Record, Device, int]:
 
 
 def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Field]:
-    """Yield fields of a problem: with their texts in `query`, or else the example's."""
+    """Yield fields of a problem, with their texts in `query` or, without a query, the example's."""
     example, default = EXAMPLE.to_texts(), Problem(1, 1, 1, 1, 1, 1, 1).to_texts()
     needed, needed_2d = (
         {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
@@ -241,9 +241,9 @@ def _fields(names: Mapping[str, str], query: Mapping[str, str]) -> Iterator[Fiel
             text = default.get(name, "")
         if name == "layout":
             first, *others = kind.CHOICES[name]
-            yield Field(name, label, text, options={"": first} | {each: each for each in others})
+            yield Field(name, label, text, options={"": first} | {c: c for c in others})
         elif name in kind.CHOICES:
-            yield Field(name, label, text, options={each: each for each in kind.CHOICES[name]})
+            yield Field(name, label, text, options={c: c for c in kind.CHOICES[name]})
         elif name in kind.LIMITS:
             low, high = kind.LIMITS[name]
             pair = ", or two such as 1x2" if name in kind.TUPLES else ""
@@ -285,7 +285,7 @@ def times_chart(answer: explain.LayerExplanation) -> Chart:
 
 
 def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
-    """Return the table of all models, and drawings of those that answer."""
+    """Return the table of all models, and drawings of those in use."""
     heads = ("rows", "problems", "networks", "geomean", "p95", "worst", "within bound")
     more = ("answers", "device", "operation", "created", "digest")
     rows: list[Sequence[str]] = [("model", *heads, *more)]
@@ -307,7 +307,7 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 
 @cache
 def _other_models() -> explain.Table:
-    """Return the shipped models of other operations, which are no part of a generation."""
+    """Return the shipped models of other operations, which no generation has."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
     for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
         card = read_card(path.parent)[1]
@@ -316,8 +316,8 @@ def _other_models() -> explain.Table:
 
 
 def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
-    found = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
-    most = max((regret["p95"] - 1 for *_, regret in found), default=0.0) or 1.0
+    regrets = [(model.name, name, regret) for model in models for name, regret in _regrets(model)]
+    most = max((regret["p95"] - 1 for *_, regret in regrets), default=0.0) or 1.0
     bars = [
         Bar(
             f"{model}, {name}",
@@ -326,7 +326,7 @@ def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
             (regret["p95"] - 1) / most,
             ours="PyTorch" not in name,
         )
-        for model, name, regret in found
+        for model, name, regret in regrets
     ]
     if bars:
         about = (
@@ -340,13 +340,13 @@ def _regret_chart(models: Sequence[ServedModel]) -> Iterator[Chart]:
 def _regrets(model: ServedModel) -> list[tuple[str, Mapping[str, float]]]:
     whole = (model.figures.get("whole") or {}).get("regret", {})
     named = {_ANSWERS.get(name, name): regret for name, regret in whole.items()}
-    found = {"configs of a family": model.figures.get("regret"), **named}
-    return [(name, regret) for name, regret in found.items() if regret]
+    by_name = {"configs of a family": model.figures.get("regret"), **named}
+    return [(name, regret) for name, regret in by_name.items() if regret]
 
 
 def _coverage(model: ServedModel) -> Mapping[str, float]:
-    found: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
-    return found
+    coverage: Mapping[str, float] = model.card["bounds"].get("coverage") or {}
+    return coverage
 
 
 def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
@@ -358,7 +358,7 @@ def _coverage_chart(model: ServedModel) -> Iterator[Chart]:
 
 
 def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
-    """Return the jobs and the latest uploads; None of both where nothing is sent to."""
+    """Return the jobs and the latest uploads; None for both without an exchange."""
     if exchange is None:
         return {"jobs": None, "uploads": None}
     jobs: list[Sequence[str]] = [("job", "kind", "device", "state", "started", "ended", "reason")]
@@ -366,9 +366,9 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
         words = (job.kind, job.device, job.state, job.started, job.ended, job.reason)
         jobs.append((str(job.id), *(word or "" for word in words)))
     uploads: list[Sequence[str]] = [("received", "rows", "state", "reason", "upload")]
-    for each in exchange.latest(_LATEST):
-        rows = "" if each.rows is None else f"{each.rows:,}"
-        uploads.append((each.received, rows, each.state, each.reason or "", each.id[:12]))
+    for upload in exchange.latest(_LATEST):
+        rows = "" if upload.rows is None else f"{upload.rows:,}"
+        uploads.append((upload.received, rows, upload.state, upload.reason or "", upload.id[:12]))
     return {
         "jobs": explain.Table("The latest jobs", "", 0, jobs),
         "uploads": explain.Table("The latest uploads of measurements", "", 2, uploads),
@@ -376,8 +376,8 @@ def _exchanged(exchange: Exchange | None) -> dict[str, Any]:
 
 
 def read_drift(folder: str | None) -> explain.Table:
-    """Return the latest reports of ``confpred drift --json`` in a folder; a file that is none is a
-    row that says so."""
+    """Return the latest reports of ``confpred drift --json`` in a folder; a file that cannot be
+    read is a row with the error."""
     rows: list[Sequence[str]] = [("checked", "times", "far off", "device", "model", "state", "why")]
     paths = [] if folder is None else [*Path(folder).glob("*.json")]
     dated = sorted(((_modified(path), path) for path in paths), reverse=True)
@@ -386,9 +386,9 @@ def read_drift(folder: str | None) -> explain.Table:
         try:
             if path.stat().st_size > _LARGEST:
                 raise DataError(f"{path} has more than {_LARGEST} bytes")
-            found = read_json(path, "a report of drift", DRIFT_FORMAT)
-            times = (f"{found['ratio']:.3f}", f"{found['far']:.0%}")
-            words = (str(found[key]) for key in ("device", "model", "state", "why"))
+            report = read_json(path, "a report of drift", DRIFT_FORMAT)
+            times = (f"{report['ratio']:.3f}", f"{report['far']:.0%}")
+            words = (str(report[key]) for key in ("device", "model", "state", "why"))
             rows.append((checked, *times, *words))
         except (DataError, OSError, KeyError, TypeError, ValueError) as error:
             rows.append((checked, "", "", "", "", "unreadable", f"{path.name}: {error}"))
@@ -403,6 +403,6 @@ def _modified(path: Path) -> float:
 
 
 def _linked(value: Any) -> Markup:
-    """Return JSON whose references to schemas are links."""
+    """Return JSON as HTML, with links for references to schemas."""
     text = str(escape(json.dumps(value, indent=2)))
     return Markup(re.sub(r"(#/components/schemas/(\w+))", r'<a href="#\2">\1</a>', text))

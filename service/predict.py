@@ -1,8 +1,9 @@
-"""``POST /v1/predict``: from a request to its reply, out of memory or worked out in steps.
+"""``POST /v1/predict``: from a request to its reply, from a cache or computed in steps.
 
-Two memories, both bounded in bytes: the reply to a request, by the bytes of its body, and the
-answer to a problem. Both belong to one predictor and go with it, so that no answer of a model
-outlives the model."""
+Two caches, both bounded in bytes: the reply to a request, by the bytes of its body, and the answer
+to a problem. Both belong to one predictor and are freed with it, so that no answer outlives its
+model.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +37,18 @@ from .scheduler import Reason, Refused, Scheduler, Steps
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _ENTRY_BYTES = 750  # of Python objects for one entry, beside the texts that it holds
-_LARGEST_SHARE = 1 / 16  # of the memory: one larger entry would push out too many small ones
-#: A body up to this long is read on the event loop, which takes a millisecond at most: some ten
-#: problems spelled in full. A longer one is read in the thread, unless its reply is in memory.
+_LARGEST_SHARE = 1 / 16  # of the cache: a larger entry would evict too many small ones
+#: Most bytes of a body that is parsed on the event loop, in a millisecond at most: some ten
+#: problems spelled in full. A longer one is parsed in the thread, unless its reply is cached.
 _SHORT_BYTES = 4096
-#: Compressing less saves a few packets at most.
+#: Least bytes of a reply that is compressed; below them it would save a few packets at most.
 LEAST_BYTES = 16_384
 #: Level 1 makes a batch's reply 14 times as small in a third of the time of level 6, which makes it
 #: 20 times as small.
 _LEVEL = 1
-#: How many seconds the client is prepared to wait: RFC 7240, section 4.3.
+#: Seconds that the client will wait: RFC 7240, section 4.3.
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", re.IGNORECASE)
-#: The error's code and message when work is refused and the client is still there.
+#: Code and message of the error when work is refused and the client is still connected.
 REFUSALS: Mapping[Reason, tuple[str, str]] = {
     "queue": ("overloaded", "too many problems are waiting already"),
     "deadline": ("deadline_exceeded", "the answer would come later than it may"),
@@ -55,8 +56,8 @@ REFUSALS: Mapping[Reason, tuple[str, str]] = {
 
 
 class Question(NamedTuple):
-    """Question about one problem: the key of the device, the number of choices, the largest bound
-    on regret, and the limits."""
+    """Key of an answer: the device's key, the number of choices, the problem, the largest bound on
+    regret, and the limits."""
 
     device: str
     top: int
@@ -66,25 +67,25 @@ class Question(NamedTuple):
 
 
 @dataclass(eq=False)
-class Answer:
-    """The answer to one problem. All requests that wait for it hold the same one."""
+class Promise:
+    """The answer to one problem, shared by all requests that wait for it."""
 
-    text: str | None = None  # its choices as JSON; None until it is worked out
-    source: str = ""  # of the best choice
+    text: str | None = None  # its choices as JSON; None until they are computed
+    source: str = ""  # source of the best choice
 
 
-class Reply(NamedTuple):
+class JsonReply(NamedTuple):
     """The reply to one request."""
 
     body: bytes
-    device: str  # key of the one that was asked for
-    sources: Mapping[str, int]  # how many problems were answered from each source
+    device: str  # key of the request's device
+    sources: Mapping[str, int]  # number of problems by the source of their answers
 
 
 class Latest(Generic[_K, _V]):
     """The latest values by key, up to `limit` bytes; safe to share between threads.
 
-    The one that was not asked for the longest goes first.
+    The least recently used one is evicted first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -97,14 +98,14 @@ class Latest(Generic[_K, _V]):
 
     def get(self, key: _K) -> _V | None:
         with self._lock:
-            found = self._entries.get(key)
-            if found is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
             self._entries.move_to_end(key)
-            return found[0]
+            return entry[0]
 
     def put(self, key: _K, value: _V, size: int) -> None:
-        """Remember `value`, whose texts and those of its key have `size` bytes."""
+        """Store `value`, whose texts and those of its key have `size` bytes."""
         size += _ENTRY_BYTES
         if size > self._limit * _LARGEST_SHARE:
             return
@@ -117,21 +118,21 @@ class Latest(Generic[_K, _V]):
                 self._bytes -= freed
 
 
-class Memory:
-    """The memory of one predictor's answers, up to `limit` bytes."""
+class AnswerCache:
+    """The cached replies and answers of one predictor, up to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.replies: Latest[bytes, Reply] = Latest(limit // 2)  # by the body of the request
-        self.answers: Latest[Question, Answer] = Latest(limit // 2)
+        self.replies: Latest[bytes, JsonReply] = Latest(limit // 2)  # by the body of the request
+        self.answers: Latest[Question, Promise] = Latest(limit // 2)
         #: Answers that some request waits for, as long as it does.
-        self.open: WeakValueDictionary[Question, Answer] = WeakValueDictionary()
+        self.open: WeakValueDictionary[Question, Promise] = WeakValueDictionary()
         #: The measured layers of its models, by their versions, from the first that was explained;
         #: and what was explained.
         self.layers: dict[str, NearestLayers] = {}
         self.explained: Latest[Question, LayerExplanation] = Latest(limit // 8)
 
-    def remembered(self, body: bytes, asked: PredictRequest) -> Reply | None:
-        """Return the reply to `body`, which asks `asked`, if every answer is in memory."""
+    def remembered(self, body: bytes, asked: PredictRequest) -> JsonReply | None:
+        """Return the reply to `body`, whose content is `asked`, if every answer is cached."""
         answers = []
         for question in _questions(asked):
             answer = self.answers.get(question)
@@ -140,11 +141,11 @@ class Memory:
             answers.append(answer)
         return self.reply(body, asked, answers)
 
-    def reply(self, body: bytes, asked: PredictRequest, answers: Iterable[Answer]) -> Reply:
-        """Return the reply that consists of `answers`, and remember it by `body`."""
+    def reply(self, body: bytes, asked: PredictRequest, answers: Iterable[Promise]) -> JsonReply:
+        """Return the reply with these `answers`, and cache it by `body`."""
         sources = Counter(answer.source for answer in answers)
         text = joined_json(answer.text or "" for answer in answers)
-        reply = Reply(text.encode(), asked.device.key, sources)
+        reply = JsonReply(text.encode(), asked.device.key, sources)
         self.replies.put(body, reply, len(body) + len(reply.body))
         return reply
 
@@ -155,26 +156,26 @@ def _questions(asked: PredictRequest) -> list[Question]:
 
 
 class Predict:
-    """ASGI application of ``/v1/predict``: answers at once from memory, else by a `Scheduler`."""
+    """ASGI application of ``/v1/predict``: cached replies at once, others by a `Scheduler`."""
 
     _scheduler: Scheduler  # from `start` on
 
     def __init__(
         self, settings: Settings, metrics: Metrics, find: Callable[[Scope], Generation]
     ) -> None:
-        """`find` is asked for the generation that answers each request, so that another may replace
-        it at any time."""
+        """Call `find` for the generation of each request, so that generations may change at any
+        time."""
         self._settings, self._metrics, self._find = settings, metrics, find
-        self._memories: WeakKeyDictionary[Predictor, Memory] = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[Predictor, AnswerCache] = WeakKeyDictionary()
 
     def start(self, executor: Executor) -> None:
-        """Have work done by the one thread of `executor`."""
+        """Compute in the one thread of `executor`."""
         self._scheduler = Scheduler(executor, self._metrics, self._settings.max_queue)
 
-    def memory_of(self, predictor: Predictor) -> Memory:
-        """Return the memory of a predictor, which goes with it."""
+    def memory_of(self, predictor: Predictor) -> AnswerCache:
+        """Return the cache of a predictor, which is freed with it."""
         if predictor not in self._memories:
-            self._memories[predictor] = Memory(self._settings.cache_mib * 2**20)
+            self._memories[predictor] = AnswerCache(self._settings.cache_mib * 2**20)
         return self._memories[predictor]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,7 +193,7 @@ class Predict:
         else:
             reply = await self._new(predictor, memory, body, scope, receive)
         if reply is None:
-            return  # nobody is there to read it
+            return  # the client has left
         scope[logs.ANSWER] = generation.log_fields(reply.device, reply.sources)
         accepted = headers.get(b"accept-encoding", b"").decode("latin-1")
         text, encoded = await encode(reply.body, accepted)
@@ -203,9 +204,9 @@ class Predict:
         await send({"type": "http.response.body", "body": text})
 
     async def _new(
-        self, predictor: Predictor, memory: Memory, body: bytes, scope: Scope, receive: Receive
-    ) -> Reply | None:
-        """Return the reply to a body that is not in memory; None if the client leaves before."""
+        self, predictor: Predictor, memory: AnswerCache, body: bytes, scope: Scope, receive: Receive
+    ) -> JsonReply | None:
+        """Return the reply to a body that is not cached; None if the client leaves before."""
         asked = None
         if len(body) <= _SHORT_BYTES:
             asked = parse(body, self._settings)
@@ -221,18 +222,18 @@ class Predict:
         return reply
 
     def _working(
-        self, predictor: Predictor, memory: Memory, body: bytes, asked: PredictRequest | None
-    ) -> Steps[Reply]:
-        """Work out the reply to `body`, which asks what is `asked`, if it has been read; for the
-        one thread that works. Raises as `parsing` does.
+        self, predictor: Predictor, memory: AnswerCache, body: bytes, asked: PredictRequest | None
+    ) -> Steps[JsonReply]:
+        """Compute the reply to `body`, whose content is `asked` if it is parsed already, in the
+        worker thread. Raises as `parsing` does.
 
-        A problem that several requests wait for is worked out by the first that comes to it. The
-        choices are the library's own, as it writes them.
+        A problem that several requests wait for is computed by the first one that reaches it. The
+        choices are the library's own, in its own JSON.
         """
         asked = asked or (yield from parsing(body, self._settings))
         questions = _questions(asked)
         answers = [
-            memory.answers.get(question) or memory.open.setdefault(question, Answer())
+            memory.answers.get(question) or memory.open.setdefault(question, Promise())
             for question in questions
         ]
         new = {q: a for q, a in zip(questions, answers, strict=True) if a.text is None}
@@ -251,11 +252,11 @@ class Predict:
     async def work(
         self, steps: Steps[_V], scope: Scope, receive: Receive, estimate: int
     ) -> _V | None:
-        """Return the value of `steps`, which are about `estimate` problems, done in their turn;
-        None if the client leaves before.
+        """Return the value of `steps`, about `estimate` problems, computed in their turn; None if
+        the client leaves before.
 
         Raises:
-            RequestError: 429, as too many problems wait, or it would take too long.
+            RequestError: 429 if too many problems wait, or it would take too long.
         """
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -280,12 +281,12 @@ class Predict:
     def _deadline_s(self, scope: Scope) -> float:
         """Return the server's deadline, or the client's own if that is shorter."""
         preferred = b",".join(value for name, value in scope["headers"] if name == b"prefer")
-        found = _WAIT.search(preferred.decode("latin-1"))
-        return min(self._settings.deadline, int(found[1]) if found else math.inf)
+        match = _WAIT.search(preferred.decode("latin-1"))
+        return min(self._settings.deadline, int(match[1]) if match else math.inf)
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has left; its request is read to the end."""
+    """Return when the client has left, after its request is read to the end."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

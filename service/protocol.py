@@ -1,8 +1,8 @@
-"""The HTTP protocol of a worker: uvicorn's, with limits on what a client may send, and how slowly.
+"""The HTTP protocol of a worker: uvicorn's, with limits on the sizes and times of requests.
 
-uvicorn's parser (httptools) has no limit on a head or on a chunk's trailers, and no time-out but
-for idle connections. Deadlines are marks on the connections that one task looks over each second,
-since a timer for each request would cost more than the request's own checks.
+uvicorn's parser (httptools) has no limit on a head or on a chunk's trailers, and a time-out for
+idle connections alone. Deadlines are attributes of the connections that one task checks each
+second, because a timer for each request would cost more than the request's own checks.
 
 A client may send requests before earlier ones are answered (pipelining). They are parsed only once
 the earlier ones are answered, and while many bytes of them wait, no more are read.
@@ -30,14 +30,14 @@ from .logs import REFUSED
 from .requests import RequestError
 
 _SWEEP_S = 1.0
-#: How long what a refused client still sends is read, so that it sees why it was refused.
+#: Seconds that a refused client's further bytes are read, so that it gets the reply.
 _LINGER_S = 2
-#: Bytes on the wire for each byte of the longest body: chunks of one byte cost six.
+#: Most bytes on the wire for each byte of a body: chunks of one byte take six.
 _WIRE_FACTOR = 8
 #: Bytes that are parsed at once. Each of the requests in them takes some 3 KiB, and the shortest
 #: has 18 bytes.
 _PIECE = 4096
-#: Path of requests that have measurements as their body.
+#: Path of requests whose body is measurements.
 UPLOADS = b"/v1/measurements"
 #: Headers that say where a body ends.
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -72,15 +72,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits = Settings()
     leaving = False  # whether this process ends; set for all connections at once
-    deadline = math.inf  # by the monotonic clock, when the client has had its time
-    on_refused: OnRefused  # for each request that is refused before the application sees it
-    on_lost: Callable[[], None] = staticmethod(lambda: None)  # when the connection is closed
-    _due: RequestError | None = None  # the reply at the deadline; None closes without a word
+    deadline = math.inf  # end of the client's time, by the monotonic clock
+    on_refused: OnRefused  # called for each request that is refused before the application runs
+    on_lost: Callable[[], None] = staticmethod(lambda: None)  # called when the connection closes
+    _due: RequestError | None = None  # the reply at the deadline; None closes without a reply
     _in_head = _refused = _resuming = False
-    _piece = b""  # that is parsed
+    _piece = b""  # bytes that are being parsed
     _began = 0.0
     _received = 0  # bytes of the message that is arriving ...
-    _most_body = 0  # ... and how many its body may have on the wire
+    _most_body = 0  # ... and most bytes of its body on the wire
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -95,7 +95,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(self.flow.held + data if self.flow.held else data)
 
     def _parse(self, data: bytes) -> None:
-        """Take what has arrived, up to where a request would wait for the answer to another."""
+        """Parse the bytes that have arrived, up to a request that must wait for an earlier
+        reply."""
         place = 0
         while place < len(data) and not self._must_wait():
             piece = data[place : place + _PIECE]
@@ -119,15 +120,16 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.flow.resume_reading()
 
     def leave(self) -> None:
-        """Have the reply to the last request that has arrived say that it is the last."""
+        """Close after the reply to the last request that has arrived."""
         if self.cycle is not None and not (self.flow.held or self._in_head):
             self.cycle.keep_alive = False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Go on with a request as if it had not asked for another protocol, as RFC 9110 has it. The
-        parser takes its body for that protocol's, so that another one learns how it is framed."""
+        """Continue with a request as if it had not asked for another protocol, as RFC 9110
+        requires. The parser takes the body for that protocol's, so a new parser gets the headers
+        that frame it."""
         offset = sys.exc_info()[1].args[0]  # type: ignore[union-attr]
-        framing = (each for each in self.headers if each[0] in _FRAMING)
+        framing = (header for header in self.headers if header[0] in _FRAMING)
         head = b"".join(b"%s: %s\r\n" % header for header in framing)
         self._piece, self._resuming = self._piece[offset:], True
         self.parser = httptools.HttpRequestParser(self)
@@ -152,7 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._began = time.monotonic()
 
     def on_headers_complete(self) -> None:
-        if self._received > self.limits.max_head:  # perhaps by the body that came with it
+        if self._received > self.limits.max_head:  # perhaps with bytes of the body
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.limits.max_head:
                 self._refuse_length()
@@ -201,7 +203,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._go_on()
 
     def check(self, now: float) -> None:
-        """Cut the connection if its client has had its time."""
+        """Cut the connection if its deadline has passed."""
         if self.deadline == math.inf and self.transport.is_closing():
             self._set_deadline(self.limits.write_timeout, None)  # to read the end of the reply
         elif self.deadline < now:
@@ -223,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.deadline, self._due = time.monotonic() + seconds, due
 
     def _abort(self) -> None:
-        """Close at once; the system is not to keep what the client did not read either."""
+        """Close at once, without unread bytes of the reply in the system's buffers."""
         # Not a copy: there may be no descriptor left. uvloop's own socket has no such method.
         same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
         try:
@@ -252,7 +254,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if not cycle.response_started:
                 cycle.scope[REFUSED] = error.status  # type: ignore[literal-required]
-            cycle.disconnected = True  # whatever the application says is too late
+            cycle.disconnected = True  # a reply of the application would be too late
             cycle.message_event.set()
         if self.pipeline or (cycle is not None and cycle.response_started and cycle.more_body):
             return self._abort()
@@ -275,23 +277,23 @@ def limited(settings: Settings, refused: OnRefused) -> type[LimitedProtocol]:
 def connections(server: uvicorn.Server) -> list[LimitedProtocol]:
     """Return the open connections of `server`."""
     every = server.server_state.connections
-    return [each for each in every if isinstance(each, LimitedProtocol)]
+    return [connection for connection in every if isinstance(connection, LimitedProtocol)]
 
 
 def leave(server: uvicorn.Server) -> None:
-    """Have each connection of `server` end with the reply to its next request."""
+    """Have each connection of `server` close after the reply to its next request."""
     server.config.http_protocol_class.leaving = True  # type: ignore[attr-defined]
     for connection in connections(server):
         connection.leave()
 
 
 async def sweep(server: uvicorn.Server) -> None:
-    """Cut the connections of `server` whose clients have had their time, for ever."""
+    """Cut the connections of `server` whose deadlines have passed, for ever."""
     while True:
         await asyncio.sleep(_SWEEP_S)
         now = time.monotonic()
         for connection in connections(server):
             try:
                 connection.check(now)
-            except Exception:  # one connection is not to keep the others open
+            except Exception:  # an error on one connection must not keep the others open
                 _log.exception("a connection could not be cut")

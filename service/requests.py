@@ -1,5 +1,5 @@
-"""Requests read, and refused: bounded reading, strict JSON, and the one form of every reply that is
-not a success, ``{"error": {"code": ..., ...}}``."""
+"""Parsing and refusing requests: bounded reading, strict JSON, and the one form of every reply that
+is not a success, ``{"error": {"code": ..., ...}}``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 
 from . import Settings
 
-_LONGEST = 80  # characters of a client's own text that an error repeats
+_LONGEST = 80  # most characters of a client's text that an error repeats
 _JSON = b"application/json"
 _FIELDS = ("device", "problem", "problems", "top", "max_regret", "limits")
 _Record = TypeVar("_Record", Problem, ConvNd, Limits)
@@ -73,7 +73,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers
-        # Escaped to ASCII: a client's text may hold lone surrogates, which UTF-8 cannot carry.
+        # Escaped to ASCII: a client's text may have lone surrogates, which UTF-8 cannot encode.
         self.body = json.dumps(asdict(ErrorReply(Error(code, message, field, value, allowed))))
 
 
@@ -90,16 +90,16 @@ def shorten(text: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return `value` itself if it is short and can be JSON, else the start of its text."""
+    """Return `value` if it is short and can be JSON, else the start of its text."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return shorten(reprlib.repr(value))  # which does not follow deep nesting
+        return shorten(reprlib.repr(value))  # reprlib does not follow deep nesting
     return value if len(text) <= _LONGEST else shorten(text)
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of `app` that is not a bug the one form; bugs are `logs.Access`'s."""
+    """Give every error of `app` that is not a bug the one form; `logs.Access` replies to bugs."""
 
     @app.exception_handler(RequestError)
     @app.exception_handler(InvalidInput)
@@ -115,7 +115,7 @@ def install(app: FastAPI) -> None:
         headers = error.headers or {}
         field, value, allowed = "path", shorten(path), "a path that /openapi.json lists"
         if "Allow" in headers:
-            # Routing names the methods of one route, the description those that are described.
+            # Routing names the methods of one route, the description those of the whole path.
             named = {method.strip() for method in headers["Allow"].split(",")}
             named |= set(map(str.upper, app.openapi()["paths"].get(path, ())))
             field, value, allowed = "method", request.method, ", ".join(sorted(named))
@@ -135,10 +135,11 @@ class PredictRequest:
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, settings: Settings) -> bytes:
-    """Return the JSON body of a request; reading stops at the limit, whatever length was announced.
+    """Return the JSON body of a request; reading stops at the limit, even if a shorter length was
+    announced.
 
     Args:
-        headers: by name in small letters, as ASGI has them.
+        headers: headers by name in lower case, as in ASGI.
 
     Raises:
         RequestError: 415 for another content type, 413 for a longer body.
@@ -185,7 +186,7 @@ def _check_size(size: int, settings: Settings) -> None:
 
 
 def parse(body: bytes, settings: Settings) -> PredictRequest:
-    """Return the request that `body` is; raises as `parsing` does."""
+    """Return the request in `body`; raises as `parsing` does."""
     steps = parsing(body, settings)
     try:
         while True:
@@ -196,7 +197,7 @@ def parse(body: bytes, settings: Settings) -> PredictRequest:
 
 
 def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictRequest]:
-    """Return the request that `body` is, read a problem at a time: each comes after a yield.
+    """Return the request in `body`, parsed one problem after each yield.
 
     Raises:
         RequestError: the body is not JSON.
@@ -219,11 +220,11 @@ def parsing(body: bytes, settings: Settings) -> Generator[None, None, PredictReq
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise _malformed(f"the key {shorten(name)!r} occurs twice in one object")
-    return found
+    return fields
 
 
 def _refuse_constant(name: str) -> Any:
@@ -245,9 +246,9 @@ def _request(fields: Any, settings: Settings) -> Generator[None, None, PredictRe
     top = check_top(fields.get("top", 1))
     accepted = check_max_regret(fields.get("max_regret"))
     limits = _read("limits", Limits, fields["limits"]) if "limits" in fields else UNLIMITED
-    given = [name for name in ("problem", "problems") if name in fields]
-    if len(given) != 1:
-        raise InvalidInput("problem", given or None, "exactly one of problem and problems")
+    named = [name for name in ("problem", "problems") if name in fields]
+    if len(named) != 1:
+        raise InvalidInput("problem", named or None, "exactly one of problem and problems")
     if "problem" in fields:
         problem = _problem("problem", fields["problem"])
         return PredictRequest(device, (problem,), top, accepted, limits)
@@ -273,6 +274,6 @@ def _read(path: str, kind: type[_Record], fields: Any) -> _Record:
     try:
         return kind.from_json(fields)
     except InvalidInput as error:
-        whole = error.value is fields  # as it is no such object at all
+        whole = error.value is fields  # `fields` is no such object at all
         field = path if whole else f"{path}.{shorten(error.field)}"
         raise InvalidInput(field, error.value, error.allowed) from None

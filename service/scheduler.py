@@ -1,17 +1,17 @@
-"""Whose work is done next: requests share one thread in slices of a few milliseconds.
+"""Scheduler of requests, which share one thread in slices of a few milliseconds.
 
-The rules, from the outside in:
+The rules, in order:
 
-- A request that cannot be answered in the time that it has is refused when it comes, or when it has
-  been read: at the pace that is known, with the work that goes before it.
-- Among clients, the next slice is for the one that has had the least since it has work here. Where
-  more waits than is done in `_CROWDED_S`, it is for the one whose next answer is the nearest: by
-  turns, all batches would be late. In both, a client with many batches gets no more of the machine
-  than one with a few.
+- A request that cannot be finished before its deadline, at the measured pace and after the work
+  before it, is refused when it arrives or when it is parsed.
+- Among clients, the next slice is for the one with the fewest problems done since it has work here.
+  If more work waits than is done in `_CROWDED_S`, it is for the client whose next reply is the
+  nearest, because in turns all batches would be late. In both cases, a client with many batches
+  gets no more of the machine than one with a few.
 - Among the requests of one client, it is for the one with the fewest problems left, so that small
   requests overtake large ones; but each fourth slice is for the one that has waited longest, so
   that every request ends, however many small ones follow it.
-- A request that nobody waits for any more, or that has become too late, gets no further slice.
+- A request whose client has left, or whose deadline has passed, gets no further slice.
 """
 
 from __future__ import annotations
@@ -27,67 +27,67 @@ from .metrics import Metrics
 
 T = TypeVar("T")
 
-#: Seconds of one slice. A new problem takes about one millisecond, so that a slice is long beside
-#: the 0.1 ms that going to the thread and back takes, and short for the request behind it.
+#: Seconds of one slice. A new problem takes about one millisecond, so a slice is long compared with
+#: the 0.1 ms to the thread and back, and short for the next request.
 SLICE_S = 0.004
-_FOR_THE_OLDEST = 4  # of how many slices of a client one is for its oldest request
-_PACE_S = 0.0015  # a problem, until it is known better
+_FOR_THE_OLDEST = 4  # one in so many slices of a client is for its oldest request
+_PACE_S = 0.0015  # seconds of a problem, until they are measured
 _FIRST = asyncio.FIRST_COMPLETED
-_NEWEST = 0.05  # the weight of the newest slice in what is known
+_NEWEST = 0.05  # weight of the newest slice in the measured pace
 _CROWDED_S = 1.0
-#: A request waits no longer than this and so many times its own work, whatever it allows: a longer
-#: queue answers no more of them.
+#: Most seconds that a request waits, and most times its own work, whatever its deadline: a longer
+#: queue would finish no more requests.
 _PATIENCE_S, _STRETCH = 1.0, 30.0
-#: The share of a request's time that may be taken when it comes: smaller ones will overtake it, and
-#: others are read before they are refused.
+#: Share of a request's time that may be taken when it arrives: smaller ones will overtake it, and
+#: others are parsed before they are refused.
 _PROMISED = 0.6
 
-#: Yields how many problems are left, or None while that is not known.
+#: Yields how many problems are left, or None until the request is parsed.
 Steps = Generator[int | None, None, T]
 Reason = Literal["queue", "deadline", "gone"]
 
 
 class Refused(Exception):
-    """Work that is not done, or not to its end: too much waits already (``queue``), it would take
-    or took too long (``deadline``), or the client has left (``gone``). In `retry_s` whole seconds
-    there will be room for it."""
+    """Error for work that is not done, or not finished: too much waits already (``queue``), it
+    would take or took too long (``deadline``), or the client has left (``gone``). After `retry_s`
+    whole seconds there will be room for it."""
 
     def __init__(self, reason: Reason, retry_s: float) -> None:
         super().__init__(reason)
         self.reason, self.retry_s = reason, max(1, math.ceil(retry_s))
 
 
-class _Job(Generic[T]):
+class _Work(Generic[T]):
     """One request's work."""
 
-    def __init__(self, client: _Client, steps: Steps[T], left: int, deadline_s: float) -> None:
+    def __init__(self, client: _ClientJobs, steps: Steps[T], left: int, deadline_s: float) -> None:
         self.client, self.steps = client, steps
-        self.left, self.read = left, False  # problems: an estimate until the steps are known
+        self.left, self.read = left, False  # problems: an estimate until the request is parsed
         self.deadline = time.monotonic() + deadline_s
-        #: Cancelled when nobody waits for it any more.
+        #: Cancelled when the client has left.
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     @property
     def ahead(self) -> int:
-        """Return the problems until its end. Reading is little work beside answering, and may find
-        that everything is in memory."""
+        """Return the problems until its end. Parsing is little work, and may find that every answer
+        is cached."""
         return self.left if self.read else 0
 
 
-class _Client:
-    """A client that has work here."""
+class _ClientJobs:
+    """The requests of one client."""
 
     def __init__(self, name: str, had: float) -> None:
         self.name = name
-        self.had = had  # problems that were done for it, from where the others were when it came
-        self.jobs: dict[_Job[Any], None] = {}  # in order of arrival
+        self.had = had  # problems done for it; it begins with the count of the other clients
+        self.jobs: dict[_Work[Any], None] = {}  # in order of arrival
         self._slices = 0
 
     @property
-    def nearest(self) -> _Job[Any]:
+    def nearest(self) -> _Work[Any]:
         return min(self.jobs, key=lambda job: job.ahead)
 
-    def next(self) -> _Job[Any]:
+    def next(self) -> _Work[Any]:
         """Return the job that gets its next slice."""
         self._slices += 1
         return self.nearest if self._slices % _FOR_THE_OLDEST else next(iter(self.jobs))
@@ -97,12 +97,12 @@ class Scheduler:
     """Scheduler of the work of many requests in one thread. For one event loop."""
 
     def __init__(self, executor: Executor, metrics: Metrics, limit: int) -> None:
-        """Work in the one thread of `executor`; let `limit` problems wait, or
-        more if a single request has them."""
+        """Work in the one thread of `executor`; let `limit` problems wait, or more if a single
+        request has more."""
         self._executor, self._metrics, self._limit = executor, metrics, limit
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ClientJobs] = {}
         self._waiting = 0  # problems
-        self._had = 0.0  # problems that a client has had which always has work
+        self._had = 0.0  # problems done for a client that always has work
         self._pace_s = _PACE_S
         self._worker: asyncio.Task[None] | None = None
 
@@ -115,16 +115,16 @@ class Scheduler:
         gone: asyncio.Future[None],
         deadline_s: float,
     ) -> T:
-        """Return the value of `steps`, or raise as they do.
+        """Return the value of `steps`, or raise their error.
 
         Args:
-            client: who asks.
-            estimate: how many problems there may be, until `steps` are known.
+            client: name of the client.
+            estimate: how many problems there may be, until `steps` yields the number.
             gone: done when the client has left.
-            deadline_s: seconds from now that this may take.
+            deadline_s: most seconds from now.
 
         Raises:
-            Refused: the work was not done, for the reason that it states.
+            Refused: the work was not done, with the reason.
         """
         if self._waiting and self._waiting + estimate > self._limit:
             raise Refused("queue", self._waiting * self._pace_s)
@@ -139,29 +139,29 @@ class Scheduler:
             job.result.cancel()  # if it is not done
             self._leave(job)
 
-    def _check(self, job: _Job[Any]) -> None:
-        """Refuse a job that cannot end in time, with the work that goes before it. Where nobody's
-        goes before, it is tried: the pace may have been that of a machine that was busy."""
+    def _check(self, job: _Work[Any]) -> None:
+        """Refuse a job that cannot end in time after the work before it. Without such work it is
+        tried: the pace may have been measured on a busy machine."""
         own = job.left + sum(
             other.left for other in job.client.jobs if other is not job and other.left <= job.left
         )
         others = (client for client in self._clients.values() if client is not job.client)
-        ahead = own + sum(min(own, sum(each.left for each in other.jobs)) for other in others)
+        ahead = own + sum(min(own, sum(job.left for job in other.jobs)) for other in others)
         patience_s = _PATIENCE_S + _STRETCH * job.left * self._pace_s
         allowed_s = min(_PROMISED * (job.deadline - time.monotonic()), patience_s)
         if ahead > job.left and ahead * self._pace_s > allowed_s:
             raise Refused("deadline", ahead * self._pace_s - allowed_s)
 
-    def _enter(self, steps: Steps[T], name: str, estimate: int, deadline_s: float) -> _Job[T]:
-        client = self._clients.setdefault(name, _Client(name, self._had))
-        job = _Job(client, steps, estimate, deadline_s)
+    def _enter(self, steps: Steps[T], name: str, estimate: int, deadline_s: float) -> _Work[T]:
+        client = self._clients.setdefault(name, _ClientJobs(name, self._had))
+        job = _Work(client, steps, estimate, deadline_s)
         client.jobs[job] = None
         self._count(1, job.left)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return job
 
-    def _leave(self, job: _Job[Any]) -> None:
+    def _leave(self, job: _Work[Any]) -> None:
         client = job.client
         if job in client.jobs:
             del client.jobs[job]
@@ -179,13 +179,13 @@ class Scheduler:
         while self._clients:
             crowded = self._waiting * self._pace_s > _CROWDED_S
 
-            def turn(client: _Client, crowded: bool = crowded) -> tuple[float, int]:
+            def turn(client: _ClientJobs, crowded: bool = crowded) -> tuple[float, int]:
                 ahead = client.nearest.ahead
                 return max(client.had, self._had) + (ahead if crowded else 0), ahead
 
             await self._slice(min(self._clients.values(), key=turn).next())
 
-    async def _slice(self, job: _Job[Any]) -> None:
+    async def _slice(self, job: _Work[Any]) -> None:
         loop, start = asyncio.get_running_loop(), time.perf_counter()
         try:
             left, value = await loop.run_in_executor(self._executor, _advance, job.steps)
@@ -198,7 +198,7 @@ class Scheduler:
         job.client.had += done
         self._had += done / max(1, len(self._clients))
         if job.result.done():
-            return None  # its client left meanwhile
+            return None  # its client has left meanwhile
         if value is not None:
             job.result.set_result(value)
             self._leave(job)
@@ -206,8 +206,8 @@ class Scheduler:
             self._progress(job, left, took)
         return None
 
-    def _progress(self, job: _Job[Any], left: int, took: float) -> None:
-        """Record that after a slice of `took` seconds `job` has so many problems left."""
+    def _progress(self, job: _Work[Any], left: int, took: float) -> None:
+        """Record that `job` has `left` problems left after a slice of `took` seconds."""
         if job.read and job.left > left:
             self._pace_s += _NEWEST * (took / (job.left - left) - self._pace_s)
         was_read, job.read = job.read, True
@@ -226,7 +226,8 @@ class Scheduler:
 
 
 def _advance(steps: Steps[T]) -> tuple[int | None, T | None]:
-    """Do one slice of `steps`: how many problems are left if known, and their value if done."""
+    """Do one slice of `steps`; return how many problems are left, if known, and the value if they
+    are done."""
     end = time.perf_counter() + SLICE_S
     try:
         while True:

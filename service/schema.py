@@ -24,7 +24,7 @@ from . import Settings
 EXAMPLE = Problem(32, 64, 56, 56, 64, 3, 3, padding=(1, 1), groups=8, activation="relu")
 #: Media type of uploaded measurements.
 PARQUET = "application/vnd.apache.parquet"
-#: Paths that anybody may ask.
+#: Paths that need no token.
 OPEN = frozenset(("/healthz", "/readyz"))
 _FIVE = {"n": 128, "c": 256, "h": 14, "w": 28, "k": 256, "r": 5, "s": 5, "groups": 16}
 _LINE = {"n": 8, "c": 2048, "w": 4096, "k": 2048, "s": 4, "padding": 3, "cut": 3, "groups": 2048}
@@ -49,23 +49,23 @@ class ChoiceReply:
     """One answer, as `confpred.predict.choice.Choice.to_json` writes it.
 
     Attributes:
-        problem: what was asked, all fields spelled out.
-        device: key of the device it was asked for.
-        source: where the answer comes from.
+        problem: the problem, with all fields.
+        device: key of the device.
+        source: source of the choice.
         provider: what to launch: a kernel family, or `pytorch` for PyTorch's own operator.
         family: the provider, if it is a kernel family; else null.
-        config_id: row of the family's config table; null where no family is chosen.
-        config: that row by field name; null where no family is chosen.
+        config_id: row of the family's config table; null if no family is chosen.
+        config: that row by field name; null if no family is chosen.
         predicted_ms: expected time of one launch, milliseconds; null for `fallback`.
-        pytorch_ms: expected time of PyTorch's own operator, milliseconds; null where nothing
-            predicts it.
+        pytorch_ms: expected time of PyTorch's own operator, milliseconds; null if nothing predicts
+            it.
         regret_bound: with 95 % confidence the choice is at most this many times as slow as the best
-            config, PyTorch's operator included; null where nothing was calibrated.
-        confidence: that probability, 0.95; null where there is no bound.
-        measured_on: key of the device whose measurements the answer is from; null where none are,
+            config, PyTorch's operator included; null if no bound was calibrated.
+        confidence: that probability, 0.95; null without a bound.
+        measured_on: key of the device whose measurements the choice is based on; null without any,
             as for an estimate (`heuristic`).
-        extrapolated: whether the problem is unlike all that the model was trained on.
-        model: version of the model that answered; null where none did.
+        extrapolated: whether the problem is out of distribution: no similar layer was measured.
+        model: version of the model; null without one.
     """
 
     problem: dict[str, Any]
@@ -86,14 +86,14 @@ class ChoiceReply:
 
 @dataclass(frozen=True, slots=True)
 class PredictReply:
-    """`choices[i]` answers problem i: the best config first, at most `top` of them."""
+    """`choices[i]` are the choices for problem i: the best config first, at most `top`."""
 
     choices: list[list[ChoiceReply]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDevice(Device):
-    """A device that can be asked for, and the version and digest of the model that answers."""
+    """A device with the version and digest of the model in use for it."""
 
     model: str | None
     digest: str | None
@@ -101,7 +101,7 @@ class ServedDevice(Device):
 
 @dataclass(frozen=True, slots=True)
 class DevicesReply:
-    """Every device that can be asked for."""
+    """All devices."""
 
     devices: list[ServedDevice]
 
@@ -111,18 +111,18 @@ _FIGURES = ("rows", "problems", "networks")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is loaded, or that is published and can be fetched.
+    """A loaded model, or a published one that can be fetched.
 
     Attributes:
         device: key of the device that it is for.
         version, name: its name.
         digest: SHA-256 of its card, which has the digests of all other files.
-        operation: what its kernels compute.
-        created: when it was trained, ISO 8601.
-        in_use: whether it answers now.
+        operation: operation of its kernels.
+        created: time of its training, ISO 8601.
+        in_use: whether it answers requests that name no model.
         kernels: digests of the CUDA sources that were measured, by kernel family.
         figures: its regret on networks held out of training, and the amount of its data.
-        card: all that it says of itself.
+        card: content of the model's card.
     """
 
     device: str
@@ -164,8 +164,8 @@ class FormerModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelsReply:
-    """The digest of what answers now, its models and those that are published beside them, and the
-    models of former generations."""
+    """The digest of the current generation, its models, other published models, and the models of
+    former generations."""
 
     generation: str
     models: list[ServedModel]
@@ -189,10 +189,10 @@ class Submission:
     Attributes:
         id: SHA-256 of its bytes.
         state: ``received`` until it is checked, then ``admitted`` or ``quarantined``; ``revoked``
-            where the operator has taken it back.
+            if the operator revoked it.
         rows: how many of its rows are new in the data; null until it is admitted.
         reason: why it is quarantined or revoked, or could not be checked yet; else null.
-        received: when it was acknowledged, ISO 8601.
+        received: time of its acknowledgement, ISO 8601.
         token: name of the token that it was sent with.
     """
 
@@ -206,23 +206,23 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionsReply:
-    """The uploads whose rows are in the data, in the order in which they came."""
+    """The uploads whose rows are in the data, in the order of their arrival."""
 
     measurements: list[Submission]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A retraining.
+    """A retraining job.
 
     Attributes:
-        id: its number.
-        kind: its purpose.
+        id: number of the job.
+        kind: purpose of the job.
         device: key of the device that it trains for.
-        state: ``queued``, ``running``, or how it ended: ``published``, ``kept`` where the old model
+        state: ``queued``, ``running``, or how it ended: ``published``, ``kept`` if the old model
             stays, ``failed``.
-        started, ended: when, ISO 8601; null before.
-        reason: why it ended so.
+        started, ended: times, ISO 8601; null before.
+        reason: reason for its end.
     """
 
     id: int
@@ -243,7 +243,7 @@ class JobsReply:
 
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """How the server is."""
+    """State of the server."""
 
     status: str
 
@@ -253,14 +253,14 @@ def _ref(name: str) -> dict[str, str]:
 
 
 def _described(parameter: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes a request: its only parameter beside those in the path, and its body by
-    media type, if it has one."""
+    """Return the description of a request: its only parameter beside those in the path, and its
+    body by media type, if it has one."""
     body = {"requestBody": {"required": True, "content": content}} if content else {}
     return {"parameters": [{"required": True, "schema": {"type": "string"}, **parameter}], **body}
 
 
 _DEVICE = "A device's key, or the name that its driver reports."
-_VERSION = "Name or digest of a loaded model, to be answered by its generation."
+_VERSION = "Name or digest of a loaded model, whose generation answers."
 _HASH = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 _KEY = "SHA-256 of the body, which is also the upload's id."
 #: Requests to ``/v1/predict``, whose schema is among the components that `install` adds, to
@@ -277,7 +277,7 @@ JOB_QUERY = _described({"name": "device", "in": "query", "description": _DEVICE}
 
 
 def install(app: FastAPI, settings: Settings) -> None:
-    """Complete `app`'s OpenAPI description by what FastAPI cannot see: the checked bodies."""
+    """Complete `app`'s OpenAPI description with the bodies that FastAPI cannot see."""
 
     def openapi() -> dict[str, Any]:
         if not app.openapi_schema:
@@ -287,10 +287,10 @@ def install(app: FastAPI, settings: Settings) -> None:
             described["components"]["schemas"] |= _bodies(settings)
             if settings.tokens is not None:
                 _secure(described)
-        # GPU models by their keys and as drivers call them, and those that only a model knows.
-        known = app.state.loaded.current.predictor.models.values() if app.state.loaded else ()
-        devices = {**KNOWN, **{model.device.key: model.device for model in known}}.values()
-        names = dict.fromkeys(name for each in devices for name in (each.key, each.product))
+        # GPU models by their keys and drivers' names, and those that only a model describes.
+        models = app.state.loaded.current.predictor.models.values() if app.state.loaded else ()
+        devices = {**KNOWN, **{model.device.key: model.device for model in models}}.values()
+        names = dict.fromkeys(name for device in devices for name in (device.key, device.product))
         request = app.openapi_schema["components"]["schemas"]["PredictRequest"]
         request["properties"]["device"]["enum"] = [*names]
         (query,) = app.openapi_schema["paths"]["/v1/jobs"]["post"]["parameters"]
@@ -301,7 +301,7 @@ def install(app: FastAPI, settings: Settings) -> None:
 
 
 def _secure(described: dict[str, Any]) -> None:
-    """Say which requests need a token."""
+    """Add the requests' tokens to the description."""
     described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     described["security"] = [{"token": []}]
     refused = {"application/json": {"schema": _ref("ErrorReply")}}
@@ -315,8 +315,8 @@ def _secure(described: dict[str, Any]) -> None:
 
 
 def _object(title: str, about: str | None, properties: Any, **more: Any) -> dict[str, Any]:
-    known = {"title": title, "description": about, "type": "object", "properties": properties}
-    return {**known, **more, "additionalProperties": False}
+    schema = {"title": title, "description": about, "type": "object", "properties": properties}
+    return {**schema, **more, "additionalProperties": False}
 
 
 def _bodies(settings: Settings) -> dict[str, Any]:
@@ -347,23 +347,23 @@ def _bodies(settings: Settings) -> dict[str, Any]:
 
 def _record(kind: type[Problem] | type[ConvNd]) -> dict[str, Any]:
     fields = dataclasses.fields(kind)
-    known = {field.name: _field(kind, field) for field in fields}
+    properties = {field.name: _field(kind, field) for field in fields}
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    return _object(kind.__name__, inspect.getdoc(kind), known, required=required)
+    return _object(kind.__name__, inspect.getdoc(kind), properties, required=required)
 
 
 def _field(kind: type[Record], field: dataclasses.Field[Any]) -> dict[str, Any]:
     name, axes = field.name, len(kind.TUPLES.get(field.name, ()))
-    found: dict[str, Any] = {"type": "boolean"}
+    schema: dict[str, Any] = {"type": "boolean"}
     if name in kind.CHOICES:
-        found = {"type": "string", "enum": list(kind.CHOICES[name])}
+        schema = {"type": "string", "enum": list(kind.CHOICES[name])}
     elif name in kind.LIMITS:
         low, high = kind.LIMITS[name]
-        found = {"type": "integer", "minimum": low, "maximum": high}
+        schema = {"type": "integer", "minimum": low, "maximum": high}
     if axes:
         least = 1 if "rank" in kind.LIMITS else axes  # one of each axis that the layer has
-        several = {"type": "array", "items": found, "minItems": least, "maxItems": axes}
-        found = {"anyOf": [found, several]}
+        several = {"type": "array", "items": schema, "minItems": least, "maxItems": axes}
+        schema = {"anyOf": [schema, several]}
     if field.default is not dataclasses.MISSING and name != "rank":  # which follows from others
-        found["default"] = field.default
-    return found
+        schema["default"] = field.default
+    return schema

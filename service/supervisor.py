@@ -1,14 +1,14 @@
 """The parent of the server's processes: starts and replaces workers, and hands them connections.
 
 Workers do not listen. The supervisor hands each connection to the worker that has the fewest: a few
-clients are spread evenly, and nothing waits for a worker that is dead or still starting.
+clients are spread evenly, and none waits for a worker that is dead or still starting.
 
     to a worker                               from a worker
     prepare folder      load a generation     ready generation   takes connections now
-    switch generation   answer by it, by      failed reason      could not start, and ends
-      keep, known       these tokens, and     closed count       connections closed since its start
-                        forget all others     counts ...         what it has counted since its start
-    counts              what are yours        leaving            it was asked to end
+    switch generation   answer by it, accept  failed reason      could not start, and ends
+      keep, accepted    these tokens, and     closed count       connections closed since its start
+                        forget all others     counts ...         its counts since its start
+    counts              send your counts      leaving            it was asked to end
     stop wait           finish, and end       reload, rollback   a client asks for it
                                               metrics            a client asks for all counts
 """
@@ -39,12 +39,12 @@ from . import Settings, generations, logs, tokens
 from .child import Child, Fields, keep, show_life, tell_systemd
 from .metrics import Metrics, Totals, read, rows
 
-#: So many starts of a worker may fail in succession; then the server gives up, unless another
-#: worker answers.
+#: Starts of a worker that may fail in succession before the server gives up, unless another worker
+#: answers.
 MOST_FAILED_STARTS = 5
-#: A worker that lived longer than this did start.
+#: Seconds after which a worker counts as started.
 _STARTED_S = 10.0
-#: So many workers that end so soon after a switch take the former generation back; one that crashes
+#: Workers that end within so many seconds after a switch before the server rolls back; a crash
 #: counts as so many.
 _BLAMED, _ON_TRIAL_S = 2, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
@@ -52,7 +52,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _PREPARE_S, _SWITCH_S, _END_S = 120.0, 30.0, 5.0
 #: Seconds that connections without a request stay open when the server ends, in case one comes.
 _LAST_S = 0.5
-#: Seconds for a worker to report its counts; after them its last report counts.
+#: Seconds for a worker to report its counts; later its last report is used.
 _COUNTS_S = 1.0
 _ACCEPTED_AT_ONCE, _NO_DESCRIPTORS_S, _BACKLOG = 64, 0.5, 2048
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def serve(settings: Settings) -> None:
         try:
             asyncio.run(Supervisor(settings, listener, home).run())
         finally:
-            logging.shutdown()  # has the lines so far written
+            logging.shutdown()  # writes the queued lines
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -90,12 +90,12 @@ def _listener(settings: Settings) -> socket.socket:
         if not (tokens.is_loopback(str(address[0])) or settings.tokens or settings.allow_anonymous):
             allowed = "127.0.0.1 or another loopback address, unless --tokens FILE says who may "
             raise InvalidInput("host", host, allowed + "ask, or --allow-anonymous is given")
-        found = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         reason = getattr(error, "strerror", None) or "no such host"
         raise ConfpredError(f"cannot listen on {host}, port {port}: {reason}") from None
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-    return found
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+    return listener
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def _home() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="confpred-serve-", ignore_cleanup_errors=True)
     with made as name:
         lock = os.open(name, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # who tidies up /tmp leaves a folder that is locked
+        fcntl.flock(lock, fcntl.LOCK_SH)  # cleaners of /tmp leave a locked folder
         try:
             yield Path(name)
         finally:
@@ -116,18 +116,18 @@ class Supervisor:
     """Parent of the workers of one server."""
 
     def __init__(self, settings: Settings, listener: socket.socket, home: Path) -> None:
-        """Serve all that connects to `listener`; keep published generations in `home`."""
+        """Serve connections to `listener`; keep published generations in `home`."""
         self._settings, self._listener, self._home = settings, listener, home
-        self._children: dict[int, Child] = {}  # by process
+        self._children: dict[int, Child] = {}  # by process id
         self._slots: list[asyncio.Task[None]] = []
         self._history: list[Path] = []  # the generations that are loaded; the last is current
-        self._known: list[Fields] = []  # the tokens that were read with it
+        self._accepted: list[Fields] = []  # access tokens, read with the current generation
         self._changing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._fatal: ConfpredError | None = None
         self._accepting = self._announced = False
-        self._held: list[socket.socket] = []  # accepted when no worker was left to take them
-        self._switched, self._ended = -math.inf, 0  # when, and how many workers ended since
+        self._held: list[socket.socket] = []  # connections that wait for a worker
+        self._switched, self._ended = -math.inf, 0  # time of the switch; workers ended since
         self._metrics, self._totals = Metrics(logs.lost), Totals()
         for outcome in ("reloaded", "unchanged", "refused", "rolled_back", "taken_back"):
             self._metrics.add(0, "confpred_reloads", outcome)
@@ -141,7 +141,7 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._try("reload", "SIGHUP")))
         self._listener.setblocking(False)
         seen = generations.fingerprint(self._settings)
-        first, self._known = await asyncio.to_thread(self._read)
+        first, self._accepted = await asyncio.to_thread(self._read)
         self._history = [first]
         slots = map(self._slot, map(str, range(self._settings.workers)))
         self._slots = [*map(asyncio.create_task, slots)]
@@ -158,15 +158,15 @@ class Supervisor:
             raise self._fatal
 
     async def _reload(self) -> str:
-        """Read models, plan and tokens again, and have all workers switch to them. Where they are
-        broken, raise a ConfpredError, and all workers answer as before."""
+        """Read models, plan and tokens again, and switch all workers to them. If one is broken,
+        raise a ConfpredError and leave all workers as they are."""
         async with self._changing:
             if self._announced:
                 tell_systemd(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
             try:
-                new, known = await asyncio.to_thread(self._read)
+                new, accepted = await asyncio.to_thread(self._read)
                 outcome = "unchanged" if new == self._history[-1] else "reloaded"
-                await self._change([*(each for each in self._history if each != new), new], known)
+                await self._answer_by([*(g for g in self._history if g != new), new], accepted)
             except ConfpredError as error:
                 self._reloaded("refused", f"reload refused: {error}")
                 raise
@@ -179,22 +179,23 @@ class Supervisor:
             tell_systemd(READY="1", STATUS=status.partition("\n")[0])
 
     async def _rollback(self, outcome: str = "rolled_back") -> str:
-        """Have all workers switch to the generation before the current one; tokens stay. Models
-        that were published since are withdrawn."""
+        """Switch all workers to the generation before the current one; tokens stay. Withdraw the
+        models that were published since."""
         async with self._changing:
             former = self._history[:-1]
             if not former and generations.withdraw(self._settings, None):
                 former = [await asyncio.to_thread(self._publish)]
             if not former:
                 raise ConfpredError("no former generation is loaded")
-            await self._change(former, self._known)
+            await self._answer_by(former, self._accepted)
             generations.withdraw(self._settings, former[-1])
             self._switched = -math.inf
             self._metrics.add(1, "confpred_reloads", outcome)
             return outcome
 
     async def _try(self, word: str, cause: str) -> Fields:
-        """Reload or roll back, and log it: the outcome, or the error that has changed nothing."""
+        """Reload or roll back, and log the outcome, or the error after which nothing has
+        changed."""
         try:
             outcome = await (self._reload() if word == "reload" else self._rollback())
         except ConfpredError as error:
@@ -206,17 +207,17 @@ class Supervisor:
     def _read(self) -> tuple[Path, list[Fields]]:
         """Copy models and plan; return the folder of the copy, and the tokens."""
         path = self._settings.tokens
-        known = [] if path is None else [asdict(token) for token in tokens.read(path)]
-        return self._publish(), known
+        accepted = [] if path is None else [asdict(token) for token in tokens.read(path)]
+        return self._publish(), accepted
 
     def _publish(self) -> Path:
         folder = generations.publish(self._settings, self._home / "generations")
         generations.give_back()
         return folder
 
-    async def _change(self, history: Sequence[Path], known: list[Fields]) -> None:
-        """Have all workers load what they have not loaded of `history` and then, when all have,
-        answer by the last of it and by the tokens `known`."""
+    async def _answer_by(self, history: Sequence[Path], accepted: list[Fields]) -> None:
+        """Have all workers load the generations of `history` and, when all have loaded them,
+        answer by the last one and accept the tokens `accepted`."""
         history = history[-1 - self._settings.keep_models :]
         new = history[-1]
         is_new = new not in self._history
@@ -229,29 +230,30 @@ class Supervisor:
         if is_new and ready and not answers:
             reasons = ["all workers ended as they loaded it"]
         if reasons:
-            if is_new:  # it is forgotten where it was loaded
+            if is_new:  # workers that have loaded it forget it
                 await asyncio.gather(*(self._switch(child, self._history) for child in ready))
                 shutil.rmtree(new, ignore_errors=True)
             raise ConfpredError(reasons[0])
         if is_new:
             self._switched, self._ended = time.monotonic(), 0
-        self._known = known
+        self._accepted = accepted
         await asyncio.gather(*(self._switch(child, history) for child in ready))
-        dropped = [each for each in self._history if each not in history]
+        dropped = [folder for folder in self._history if folder not in history]
         self._history = [*history]
         for folder in dropped:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _check(self, folder: Path) -> None:
-        """Remove a generation that a process of its own cannot load, and say why."""
+        """Try a generation in a process of its own; remove it and raise an error if that fails."""
         if reason := await generations.refusal(folder):
             shutil.rmtree(folder, ignore_errors=True)
             raise ConfpredError(reason)
 
     async def _switch(self, child: Child, history: Sequence[Path]) -> bool:
-        """Have `child` answer by the last of `history` and the tokens; False if it had to end."""
+        """Have `child` answer by the last of `history` and accept the tokens; return False if it
+        had to be killed."""
         keep = [folder.name for folder in history]
-        wanted = {"generation": keep[-1], "keep": keep, "known": self._known}
+        wanted = {"generation": keep[-1], "keep": keep, "accepted": self._accepted}
         answer = await child.ask("switch", _SWITCH_S, **wanted)
         if answer is None or "error" in answer:
             child.kill()
@@ -284,26 +286,26 @@ class Supervisor:
             await self._consider(child, failures, ended)
 
     async def _restore(self) -> None:
-        """Copy the models again if somebody has removed the copy that new workers read."""
+        """Copy the models again if the copy that new workers read was removed."""
         if self._history[-1].is_dir():
             return
         async with self._changing:
             wanted = self._history[-1]
             try:
-                found = await asyncio.to_thread(self._publish)
-                if found != wanted:
-                    await self._check(found)
+                copy = await asyncio.to_thread(self._publish)
+                if copy != wanted:
+                    await self._check(copy)
             except ConfpredError as error:
                 _log.error("the models cannot be copied again: %s", error)
                 return
-            left = [each for each in self._history if each.is_dir() and each != found]
-            self._history = [*left, found]
-        if found != wanted:  # they have changed meanwhile
+            left = [folder for folder in self._history if folder.is_dir() and folder != copy]
+            self._history = [*left, copy]
+        if copy != wanted:  # they have changed meanwhile
             self._spawn(self._try("reload", "a copy that was removed"))
 
     async def _consider(self, child: Child, failures: int, ended: str) -> None:
         """Wait before `child` is replaced, or give up."""
-        others = any(each.ready for each in self._children.values())
+        others = any(other.ready for other in self._children.values())
         if child.failed is not None and not self._announced and not others:
             self._fatal = self._fatal or ConfpredError(child.failed)
         elif failures >= MOST_FAILED_STARTS and not others:
@@ -320,7 +322,7 @@ class Supervisor:
         return None
 
     def _blame(self, child: Child, ended: str) -> None:
-        """Take the former generation back if workers end soon after a switch."""
+        """Roll back if workers end soon after a switch."""
         expected = child.leaving or child.failed is not None or self._stopping.is_set()
         if expected or time.monotonic() - self._switched > _ON_TRIAL_S:
             return
@@ -380,7 +382,7 @@ class Supervisor:
         return {"counts": rows(self._totals.sum(own)), "processes": processes}
 
     async def _admit(self, child: Child, generation: str) -> None:
-        """Give `child` connections from now on; first bring it to what the others answer by, which
+        """Hand `child` connections from now on, after bringing it to the current generation, which
         may have changed since it was started."""
         async with self._changing:
             if generation != self._history[-1].name:
@@ -394,7 +396,7 @@ class Supervisor:
                 other.ready = False
                 other.channel.send("stop", wait=self._settings.grace)
         self._update()
-        ready = sum(each.ready for each in self._children.values())
+        ready = sum(worker.ready for worker in self._children.values())
         wanted = self._settings.workers
         if self._announced:
             _log.info("worker %s answers, process %d", child.name, child.pid)
@@ -409,7 +411,7 @@ class Supervisor:
             tell_systemd(READY="1")
 
     def _update(self) -> None:
-        """Accept connections while a worker takes them."""
+        """Accept connections while a worker is ready to take them."""
         ready = any(child.ready for child in self._children.values())
         while ready and self._held:
             self._hand(self._held.pop())
@@ -423,13 +425,13 @@ class Supervisor:
                 loop.remove_reader(self._listener.fileno())
 
     def _accept(self) -> None:
-        """Hand over the connections that wait."""
+        """Hand over the waiting connections."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors, no memory: others may give some back
+            except OSError as error:  # no descriptors or memory, until others are freed
                 _log.error("cannot accept connections: %s", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())
@@ -439,10 +441,10 @@ class Supervisor:
             self._hand(connection)
 
     def _hand(self, connection: socket.socket) -> None:
-        """Give `connection` to the first worker that takes it, the one with the fewest before
-        others. It waits where all have just ended, and is closed where all have too many."""
+        """Hand `connection` to the first worker that takes it, in the order of their connections.
+        It waits if all workers have just ended, and is closed if all have too many."""
         ready = [child for child in self._children.values() if child.ready]
-        taken = any(child.hand(connection) for child in sorted(ready, key=lambda each: each.load))
+        taken = any(child.hand(connection) for child in sorted(ready, key=lambda child: child.load))
         if taken or any(child.ready for child in ready):
             connection.close()
         else:
@@ -453,9 +455,9 @@ class Supervisor:
         """Reload when the models or the plan change on disk."""
         while True:
             await asyncio.sleep(self._settings.watch_models)
-            found = await asyncio.to_thread(generations.fingerprint, self._settings)
-            if found != seen:
-                seen = found
+            current = await asyncio.to_thread(generations.fingerprint, self._settings)
+            if current != seen:
+                seen = current
                 await self._try("reload", "changed files")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -464,7 +466,7 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     def _on_signal(self) -> None:
-        if self._stopping.is_set():  # asked twice: at once
+        if self._stopping.is_set():  # the second signal ends at once
             self._kill()
         self._stopping.set()
 
@@ -473,7 +475,7 @@ class Supervisor:
             child.kill()
 
     async def _stop(self) -> None:
-        """End all workers, at the latest when their requests have had their grace."""
+        """End all workers, at the latest after the grace period of their requests."""
         if self._accepting:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()

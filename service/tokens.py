@@ -1,7 +1,7 @@
 """Access tokens: who may ask, and who may manage the server.
 
-A token is 256 bits of chance, shown once. Kept is its SHA-256: no dictionary finds a token by its
-digest, so a slow hash, as for passwords, would add nothing but the time of each request.
+A token is 256 random bits, shown once. Its SHA-256 is stored: no dictionary finds a token by its
+digest, so a slow hash, as for passwords, would only add time to each request.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FORMAT = "confpred-tokens/1"
 #: Purpose of a token: to ask, to send measurements too, or to manage the server too.
 Scope = Literal["read", "write", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-_PREFIX = "confpred_"  # so that a token is recognised where it should not be, such as in a log
+_PREFIX = "confpred_"  # so that a leaked token is recognised, in a log for instance
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, without itself: whose it is, for the log; its scope, which includes
-    those before it in `SCOPES`; and its SHA-256, in hexadecimal."""
+    """Record of a token: the owner's name, for the log; its scope, which includes those before it
+    in `SCOPES`; and its SHA-256, in hexadecimal."""
 
     name: str
     scope: Scope
@@ -58,9 +58,9 @@ def read(path: str | Path) -> tuple[Token, ...]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block for the file at `path`, to read it, change it
-    and write it. The lock is on its folder, as the file itself is replaced. It is made if there is
-    none, or a StorageError raised."""
+    """Lock the file at `path` for reading, changing and writing it in the ``with`` block. The lock
+    is on its folder, because the file is replaced; the folder is made if it is missing. Raise a
+    StorageError if that fails."""
     with raising(StorageError, f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -72,19 +72,19 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def write(path: str | Path, tokens: Sequence[Token]) -> None:
-    """Replace the file at `path`, which only its owner may read, at any moment; raise a
-    StorageError if the file system refuses."""
+    """Replace the file at `path`, which only its owner may read; raise a StorageError if the file
+    system refuses."""
     content = {"format": FORMAT, "tokens": [asdict(token) for token in tokens]}
     write_json(Path(path), content, mode=0o600)
 
 
 def find(tokens: Sequence[Token], secret: bytes) -> Token | None:
-    """Return the token that `secret` is, compared in a time that betrays nothing of it."""
-    hashed, found = _hash(secret), None
-    for token in tokens:  # all of them: the position of the right one is nobody's business
+    """Return the token with this `secret`, compared in constant time."""
+    hashed, match = _hash(secret), None
+    for token in tokens:  # all of them, so that the time does not tell the position
         if hmac.compare_digest(token.sha256, hashed):
-            found = token
-    return found
+            match = token
+    return match
 
 
 def _hash(secret: bytes) -> str:

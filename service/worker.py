@@ -1,6 +1,6 @@
 """One server process: uvicorn, on connections that the supervisor hands over.
 
-It ends when the supervisor says so or is gone. Their messages are listed in `service.supervisor`.
+It ends when the supervisor asks for it or has ended. `service.supervisor` lists their messages.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Worker:
         self._leave_at = math.inf
         self._reporting = self.orphaned = False
         self._tasks: set[asyncio.Task[None]] = set()
-        # One thread, as the system keeps memory for each that ever loads.
+        # One thread, because the system keeps memory for each thread that ever loads a model.
         self._loader = ThreadPoolExecutor(1, "load")
 
     async def attach(self, server: uvicorn.Server) -> None:
-        """Take connections for `server`, which has started, and say so to the supervisor."""
+        """Take connections for `server`, which has started, and report that to the supervisor."""
         self._server = server
         self._channel = await Channel.open(socket.socket(fileno=self._control), self._handle)
         self._app.state.supervisor = self._channel
@@ -62,7 +62,7 @@ class Worker:
 
     async def _listen(self) -> None:
         await self._channel.listen()
-        self.orphaned = not self._server.should_exit  # the supervisor is gone
+        self.orphaned = not self._server.should_exit  # the supervisor has ended
         self._server.should_exit = True
 
     async def _handle(self, word: str, fields: Fields) -> Fields | None:
@@ -75,10 +75,10 @@ class Worker:
         if path.name not in self._loaded:
             self._loaded.add(await loop.run_in_executor(self._loader, generations.load, path))
 
-    async def _on_switch(self, generation: str, keep: list[str], known: list[Fields]) -> None:
-        """Answer by a generation, and by the tokens `known`, from the next request on."""
+    async def _on_switch(self, generation: str, keep: list[str], accepted: list[Fields]) -> None:
+        """Answer by a generation, and accept the tokens `accepted`, from the next request on."""
         self._loaded.switch(generation, keep)
-        self._app.state.tokens = tuple(tokens.Token(**each) for each in known)
+        self._app.state.tokens = tuple(tokens.Token(**fields) for fields in accepted)
         # Forgotten generations refer to themselves. The search takes 10 ms, as imports are frozen.
         asyncio.get_running_loop().run_in_executor(self._loader, gc.collect)
 
@@ -94,14 +94,14 @@ class Worker:
         self._channel.send("counts", counts=self._app.state.metrics.rows())
 
     async def _on_stop(self, wait: float) -> None:
-        """Take the connections that were handed over already; end when all are closed. Each is
-        closed after its next reply, and those that have no request for `wait` seconds as well."""
+        """Take the connections that were handed over already; end when all are closed. A connection
+        closes after its next reply, or after `wait` seconds without a request."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._connections.fileno())
         self._take()
         leave(self._server)
         self._leave_at = min(self._leave_at, loop.time() + wait)
-        await asyncio.sleep(0.05)  # for requests that have arrived with them
+        await asyncio.sleep(0.05)  # so that requests that arrived with them are read
         while self._server.server_state.connections and loop.time() < self._leave_at:
             await asyncio.sleep(0.01)
         self._server.should_exit = True
@@ -112,11 +112,11 @@ class Worker:
                 said, handed, _, _ = socket.recv_fds(self._connections, 1, 1)
             except BlockingIOError:
                 return
-            if not said:  # the supervisor is gone
+            if not said:  # the supervisor has ended
                 asyncio.get_running_loop().remove_reader(self._connections.fileno())
                 return
-            for each in handed:
-                task = asyncio.create_task(self._connect(socket.socket(fileno=each)))
+            for descriptor in handed:
+                task = asyncio.create_task(self._connect(socket.socket(fileno=descriptor)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             if not handed:  # this process has no descriptor left

@@ -46,7 +46,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 
 if TYPE_CHECKING:  # an actor's child imports this module and measures nothing with these
     from confpred.sampler.jobs import MeasureJob
-    from confpred.sampler.run import Engine, Settings, Tally
+    from confpred.sampler.run import Engine, Sampling, Tally
 
 ROW_S = 0.02
 CONFIGS = 24  # rows of a unit
@@ -93,15 +93,15 @@ def suite(units: int) -> Suite:
     return Suite("fleet", tuple(map(Entry, layers)))
 
 
-def settings() -> Settings:
-    from confpred.sampler.run import Settings
+def settings() -> Sampling:
+    from confpred.sampler.run import Sampling
 
     function = f"{__spec__.name}:measure"
-    return Settings(configs=CONFIGS, processes=0, pytorch=False, measure=function)
+    return Sampling(configs=CONFIGS, processes=0, pytorch=False, measure=function)
 
 
 @contextmanager
-def ray_of(gpus: int, how: Settings, found: str) -> Iterator[Engine]:
+def ray_of(gpus: int, how: Sampling, found: str) -> Iterator[Engine]:
     """Yield the engine of a Ray with so many GPUs, described by the function at the import path
     `found`; this process has one core meanwhile."""
     import ray
@@ -127,7 +127,7 @@ def ray_of(gpus: int, how: Settings, found: str) -> Iterator[Engine]:
         ray.shutdown()
 
 
-def run(engine: Engine, what: Suite, how: Settings, folder: Path) -> dict[str, Any]:
+def run(engine: Engine, what: Suite, how: Sampling, folder: Path) -> dict[str, Any]:
     """Sample, and return the rates of the run and of its middle."""
     from confpred.sampler.run import sample
 
@@ -163,7 +163,7 @@ def real(folder: Path) -> dict[str, Any]:
     from confpred.families.registry import all_families
     from confpred.problem.device import get_device
     from confpred.sampler.fleet import DESCRIBE
-    from confpred.sampler.run import Here, Settings, find_gpus, sample
+    from confpred.sampler.run import Here, Sampling, find_gpus, sample
 
     family, gpus = all_families()[REAL_FAMILY], find_gpus("0")
     device = get_device(gpus[0].device)
@@ -173,7 +173,7 @@ def real(folder: Path) -> dict[str, Any]:
         if family.legal(entry.problem, device).sum() > CONFIGS
     ]
     what = Suite("fleet", tuple(entries[:REAL_UNITS]))
-    how = Settings(configs=CONFIGS, processes=0, pytorch=False, families=(REAL_FAMILY,))
+    how = Sampling(configs=CONFIGS, processes=0, pytorch=False, families=(REAL_FAMILY,))
     first = replace(how, processes=len(os.sched_getaffinity(0)))
     sample(what, folder / "compiled", Here(gpus, first), first)
     found = in_turns(folder, what, how, gpus, DESCRIBE)
@@ -181,7 +181,7 @@ def real(folder: Path) -> dict[str, Any]:
 
 
 def in_turns(
-    folder: Path, what: Suite, how: Settings, gpus: dict[int, Run], found: str
+    folder: Path, what: Suite, how: Sampling, gpus: dict[int, Run], found: str
 ) -> dict[str, Any]:
     """Return the rates of one GPU by the local engine and by Ray."""
     from confpred.sampler.run import Here

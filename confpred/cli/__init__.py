@@ -16,9 +16,9 @@ from confpred.errors import ConfpredError, DataError, InvalidInput, ModelError, 
 #: Module of each subcommand, which is a function of its name there, and the one-line help.
 COMMANDS = {
     "predict": ("ask", "Name the best config of a layer or a network."),
-    "explain": ("ask", "Say why a layer gets the config that it gets."),
-    "devices": ("devices", "List the GPUs that are known, and what their models know."),
-    "plan": ("ask", "Write, show or check a plan: choices that are taken as they are."),
+    "explain": ("ask", "Explain why a layer gets its config."),
+    "devices": ("devices", "List the known GPUs and their models."),
+    "plan": ("ask", "Write, show or check a plan: fixed choices for some layers."),
     "sample": ("sample", "Measure configs on this machine's GPUs."),
     "merge": ("learn", "Join measurements into one file, or add them to a folder."),
     "train": ("learn", "Train a model from measurements (retrain-predictor)."),
@@ -26,19 +26,20 @@ COMMANDS = {
         "update",
         "Measure this machine's GPU, train on it, and use the model if it is better.",
     ),
-    "drift": ("update", "Time a few of a model's configs again: does it still hold?"),
+    "drift": ("update", "Time a few of a model's configs again, to check the model."),
     "models": ("models", "List, fetch and verify models, here and at a service."),
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
-    "report": ("learn", "Write what is known of a model or of measurements as one HTML page."),
+    "report": ("learn", "Write a report on models or measurements as one HTML page."),
     "benchmark": ("benchmark", "Time a network by PyTorch and by confpred on this GPU."),
+    "kernel": ("kernel", "Check, time or profile the kernels of a family."),
     "check-family": ("sample", "Check a kernel family of your own against the protocol."),
     "serve": ("serve", "Answer config queries over HTTP."),
     "token": ("serve", "Make an access token for the HTTP service, or revoke one."),
-    "exchange": ("serve", "List the uploads of a service, take them back, or check them again."),
+    "exchange": ("serve", "List the uploads of a service, revoke them, or check them again."),
 }
 
 
-#: After how many more objects than were freed Python looks for garbage; it is 700 by default.
+#: Allocations beyond deallocations at which Python collects garbage; the default is 700.
 _ALLOCATIONS = 50_000
 
 
@@ -71,10 +72,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; expected errors end as one line on stderr and exit code 2 or 1, Ctrl-C
-    and SIGTERM as one with 130 and 143."""
-    # All that is imported at the start lives on; looking through it for garbage again and
-    # again is a tenth of the time of a command that only asks for one prediction.
+    """Run the command line. Expected errors end as one line on stderr with exit code 2 or 1, Ctrl-C
+    and SIGTERM with 130 and 143."""
+    # Modules imported at the start are never freed. To search them for garbage again and again
+    # would take a tenth of the time of a command for one prediction.
     gc.set_threshold(_ALLOCATIONS)
     try:
         stop_on_signals()
@@ -85,7 +86,7 @@ def main() -> None:
         if not isinstance(ended, (Stopped, ConfpredError, OSError)):
             raise
         click.echo(f"confpred: {ended}", err=True)
-        wrong = (InvalidInput, DataError, ModelError)  # of what the command was given
+        wrong = (InvalidInput, DataError, ModelError)  # errors in the command's inputs
         sys.exit(getattr(ended, "exit_code", 2 if isinstance(ended, wrong) else 1))
 
 
@@ -96,7 +97,7 @@ class Stopped(BaseException):
     """A signal asked the command to end.
 
     Attributes:
-        exit_code: what shells expect of a process that ended so: 128 and the signal's number.
+        exit_code: exit code of the process: 128 plus the signal's number, as shells expect.
     """
 
     def __init__(self, number: int) -> None:
@@ -105,7 +106,8 @@ class Stopped(BaseException):
 
 
 def stop_behind(error: BaseException | None) -> Stopped | None:
-    """Return the `Stopped` that is `error` or was on its way when a library raised `error`."""
+    """Return the `Stopped` that is `error`, or that was being raised when a library raised
+    `error`."""
     while error is not None and not isinstance(error, Stopped):
         error = error.__cause__ or error.__context__
     return error
@@ -114,7 +116,7 @@ def stop_behind(error: BaseException | None) -> Stopped | None:
 def stop_on_signals() -> None:
     """Let the first Ctrl-C or SIGTERM raise `Stopped` in the main thread.
 
-    Further ones are ignored, so that they do not cut the clearing up short.
+    Further signals are ignored, so that they do not interrupt the cleanup.
     """
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` in a script ask
@@ -122,7 +124,7 @@ def stop_on_signals() -> None:
 
 
 def leave_signals() -> None:
-    """Undo `stop_on_signals`, before what handles these signals itself."""
+    """Undo `stop_on_signals`, before code that handles these signals itself."""
     usual: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
@@ -133,6 +135,6 @@ def leave_signals() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    for each in _WORDS:
-        signal.signal(each, signal.SIG_IGN)
+    for other in _WORDS:
+        signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)

@@ -1,4 +1,4 @@
-"""Options and checks that several commands share; a command imports its own work later."""
+"""Options and checks that several commands share; a command imports its own modules later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from confpred.predict.predictor import Predictor
     from confpred.problem.record import Record
 
-# click refuses a path that is missing, and names the option.
+# click refuses a missing path, and names the option.
 FILE: click.Path = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER: click.Path = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE_OR_FOLDER: click.Path = click.Path(exists=True, path_type=Path)
@@ -43,7 +43,7 @@ NEW_MEASUREMENTS = _Measurements(path_type=Path)
 
 
 def _models_of_gpus(_: Any, __: Any, begun: str) -> list[str]:
-    """Complete a GPU model that a shell was given the beginning of."""
+    """Return the GPU models that begin with the text typed into a shell."""
     from confpred.problem.device import KNOWN
 
     return [key for key in KNOWN if key.startswith(begun)]
@@ -99,8 +99,8 @@ def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problems_of(layers: Sequence[str], operation: str | None, network: Path | None) -> list[Record]:
-    """Return the layers of the options `layer_options`; raise a UsageError where both kinds were
-    given, or none.
+    """Return the layers of the options `layer_options`; raise a UsageError if both kinds were
+    passed, or none.
 
     Raises:
         InvalidInput: a layer is not valid, or the layers are of several operations.
@@ -116,7 +116,7 @@ def problems_of(layers: Sequence[str], operation: str | None, network: Path | No
         return [entry.problem for entry in read_suite(network).entries]
     texts = [texts_of(layer) for layer in layers]
     named = operation and operation_named(operation).problem
-    problems: list[Record] = [(named or kind_of(each)).from_texts(each) for each in texts]
+    problems: list[Record] = [(named or kind_of(fields)).from_texts(fields) for fields in texts]
     for problem in problems:
         if type(problem) is not type(problems[0]):
             allowed = "layers of one operation in a command, such as 2-D convolutions"
@@ -139,10 +139,10 @@ def check_files(
     """Check that files can be written, before the command begins to work.
 
     Args:
-        outputs: by the option or argument that names them; None where it was not given.
+        outputs: output files, by option or argument; None for one that was not passed.
         force: existing files may be replaced.
-        inputs: files, or folders of files, that the command reads. They are never replaced, by
-            whatever name or link an output refers to them.
+        inputs: files, or folders of files, that the command reads. They are never replaced, even
+            if an output is another name of, or a link to, one of them.
 
     Raises:
         InvalidInput: an output is no file, exists and may not be replaced, is an input, or is
@@ -178,11 +178,11 @@ def check_new_folder(field: str, path: Path) -> None:
 
 def check_folder(field: str, path: Folder) -> None:
     """Check that files can be added to a folder, which is made if it is missing; raises as
-    `check_files`. An object store is asked when the work begins."""
+    `check_files`. An object store is not checked here."""
     if not isinstance(path, Path):
         return
     if os.path.lexists(path) and not path.is_dir():
-        raise InvalidInput(field, str(path), "a folder, and this is none")
+        raise InvalidInput(field, str(path), "a folder, and this is a file")
     check_writable(path / field)
 
 
@@ -209,7 +209,7 @@ def require_packages(extra: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Have a MissingExtra name `extra` where an import in the block fails."""
+    """Raise an import error in the ``with`` block as a MissingExtra that names `extra`."""
     try:
         yield
     except ImportError as error:
@@ -219,7 +219,8 @@ def needing(extra: str) -> Iterator[None]:
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield `rows`, headings first, as lines with aligned columns.
 
-    A predicting installation has no rich, which also cuts long configs to the terminal's width.
+    rich is not used: installations for predictions lack it, and it cuts long configs to the
+    terminal's width.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

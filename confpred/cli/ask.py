@@ -1,4 +1,4 @@
-"""Commands that ask for choices without a GPU: `confpred predict`, `explain` and `plan`."""
+"""Commands that choose configs without a GPU: `confpred predict`, `explain` and `plan`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ANSWER_HEADINGS = (
     "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
 )  # fmt: skip
 _GUESSES = {
-    "heuristic": "an estimate, as no model knows such layers here; PyTorch's operator runs",
+    "heuristic": "an estimate, without a model of such layers; PyTorch's operator runs",
     "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
 }
 
@@ -59,9 +59,9 @@ top_option = partial(click.option, "--top", type=click.IntRange(1, MAX_TOP), sho
     help="Name PyTorch's own operator where the bound on a choice's regret is above this.",
 )
 @click.option("--workspace-limit", type=click.IntRange(0), help="Most bytes beside the tensors.")
-@click.option("--max-error", type=float, help="Largest relative error; default: as PyTorch's own.")
-@click.option("--deterministic", is_flag=True, help="Only what repeats to the bit.")
-@click.option("--no-tf32", is_flag=True, help="Nothing that rounds float32 inputs to TF32.")
+@click.option("--max-error", type=float, help="Largest relative error; default: PyTorch's.")
+@click.option("--deterministic", is_flag=True, help="Only configs that repeat to the bit.")
+@click.option("--no-tf32", is_flag=True, help="No config that rounds inputs to TF32.")
 @json_option(help="Print what the HTTP service would reply.")
 @model_option
 @plan_option
@@ -114,8 +114,8 @@ def predict(
 
 def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterator[str]:
     rows: list[Sequence[str]] = [_ANSWER_HEADINGS]
-    heads: list[str] = []  # that stand above a row
-    configs: list[str] = []  # that stand below it
+    heads: list[str] = []  # the line above each row
+    configs: list[str] = []  # the line below it
     for choices in answers:
         for rank, choice in enumerate(choices, 1):
             cells = _cells(choice) | {"rank": str(rank)}
@@ -137,14 +137,14 @@ def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterator[str]:
     for source in sorted({choices[0].source for choices in answers if choices[0].is_guess}):
         yield f"{source}: {_GUESSES[source]}"
     if any(choices[0].extrapolated for choices in answers):
-        yield "unlike: no layer in the model's data is like this one, so no bound was calibrated"
+        yield "out of distribution: no similar layer was measured, so no bound was calibrated"
 
 
 def _cells(choice: Choice) -> dict[str, str]:
     """Return the columns of a table by their headings."""
     bound, times = choice.regret_bound, (choice.predicted_ms, choice.pytorch_ms)
     predicted, pytorch = ("" if ms is None else f"{ms:.4f}" for ms in times)
-    known = "" if bound is None else f"{bound:.3f}"
+    shown = "" if bound is None else f"{bound:.3f}"
     confidence = "none" if choice.confidence is None else f"{choice.confidence * 100:.0f} %"
     return {
         "layer": str(choice.problem),
@@ -153,7 +153,7 @@ def _cells(choice: Choice) -> dict[str, str]:
         "ms": predicted,
         "PyTorch ms": pytorch,
         "measured on": choice.measured_on or "none",
-        "bound": "unlike" if choice.extrapolated else known,
+        "bound": "out of distribution" if choice.extrapolated else shown,
         "confidence": confidence,
         "config": " ".join(f"{k}={v}" for k, v in (choice.config or {}).items()),
     }
@@ -184,13 +184,13 @@ def explain(
     plan: Path | None,
     force: bool,
 ) -> None:
-    """Say why a layer gets the config that it gets. Needs no GPU.
+    """Explain why a layer gets its config. Needs no GPU.
 
     An explanation has the choice with its source and the bound on its regret; the runners-up with
     their expected times; the roofline, and how much of it is reached; PyTorch's expected time; what
-    makes the choice faster than the next best config of its family, and than a middling one; and
-    the layers that were measured and are most like this one. `confpred.explain_layer` is the same
-    in Python, and `confpred.explain` says what runs in each layer of a network.
+    makes the choice faster than the next best config of its family, and than an average one; and
+    the measured layers that are most similar to this one. `confpred.explain_layer` is the same in
+    Python, and `confpred.explain` lists the kernel of each layer of a network.
 
     \b
     confpred explain --gpu h200 \\
@@ -219,25 +219,25 @@ def explain(
             )
         require_packages("train", "matplotlib")
     predictor = predictor_for(problems, model, plan)
-    found = list(explain_layers(problems, device, top=top, predictor=predictor))
+    explanations = list(explain_layers(problems, device, top=top, predictor=predictor))
     if plot is not None:
         from confpred.report.charts import plot_explanation
 
-        plot_explanation(found[0], plot, replace=force)
+        plot_explanation(explanations[0], plot, replace=force)
     if as_json:
-        content = {"explanations": [explanation.to_json() for explanation in found]}
+        content = {"explanations": [explanation.to_json() for explanation in explanations]}
         click.echo(json.dumps(content, indent=1))
     else:
-        click.echo("\n\n\n".join(map(str, found)))
+        click.echo("\n\n\n".join(map(str, explanations)))
 
 
 @click.group("plan")
 def plan() -> None:
-    """Write, show or check a plan: choices that are taken as they are.
+    """Write, show or check a plan: fixed choices for some layers.
 
-    A plan has the choices of some layers or of all, in one small file. A start from a plan asks no
-    model, and is the same on all machines and ranks. Where the compiled kernels go along, the plan
-    is a folder, and a start needs no compiler. Inside PyTorch, `confpred.record_plan` and
+    A plan has the choices of some or all layers of a network, in one small file. A process with a
+    plan loads no model, and all machines and ranks choose the same. With the compiled kernels the
+    plan is a folder, and a process needs no compiler. Inside PyTorch, `confpred.record_plan` and
     `confpred.prepare` write plans, and `confpred.use_plan` follows them. A plan that was made for
     other kernels or for another device is refused, with the reason.
 
@@ -315,12 +315,12 @@ def show(path: Path, as_json: bool) -> None:
 
 @plan.command()
 @click.argument("path", type=FILE_OR_FOLDER)
-@click.option("--device", "--gpu", help="The kind of GPU that the plan is to be for, such as h100.")
+@click.option("--device", "--gpu", help="GPU model that the plan must be for, such as h100.")
 @click.option("--model", type=FOLDER, help="Model folder to compare with; default: the newest.")
 def check(path: Path, device: str | None, model: Path | None) -> None:
-    """Say whether a plan can be used here: exit code 0, or 2 and the reason.
+    """Check whether a plan can be used here: exit code 0, or 2 and the reason.
 
-    Choices that the model of today would make otherwise are counted; they are no error.
+    Choices that differ from those of the present model are counted; they are no error.
 
     \b
     confpred plan check plan.json
@@ -354,7 +354,7 @@ def _plan_summary(plan: Plan) -> str:
 
 def _plan_table(plan: Plan) -> Iterator[str]:
     cells = map(_cells, plan.choices)
-    yield from aligned([_PLAN_HEADINGS, *([row[each] for each in _PLAN_HEADINGS] for row in cells)])
+    yield from aligned([_PLAN_HEADINGS, *([row[name] for name in _PLAN_HEADINGS] for row in cells)])
     made = "hand" if plan.confpred is None else f"confpred {plan.confpred}"
     yield f"{_plan_summary(plan)}; made by {made}" + (f", model {plan.model}" if plan.model else "")
     if (outdated := plan.outdated()) is not None:

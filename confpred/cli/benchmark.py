@@ -34,7 +34,7 @@ class _Shape(click.ParamType[Any]):
         if not isinstance(value, str):
             return value
         if not re.fullmatch(r"\d+(x\d+)*", value) or "0" in value.split("x"):
-            self.fail(f"{value!r} is no shape; sizes are joined by x, as in 32x3x224x224")
+            self.fail(f"{value!r} is no shape, such as 32x3x224x224")
         return tuple(map(int, value.split("x")))
 
 
@@ -54,7 +54,7 @@ def _peers(_: Any, __: Any, value: str) -> list[str]:
     type=_Shape(),
     multiple=True,
     metavar="32x3x224x224",
-    help="Of an input, its batch first; again for each further input.  [default: 32x3x224x224]",
+    help="Shape of an input, batch first; may be repeated.  [default: 32x3x224x224]",
 )
 @click.option("--train", is_flag=True, help="Time a step of training; default: of inference.")
 @click.option(
@@ -63,32 +63,32 @@ def _peers(_: Any, __: Any, value: str) -> list[str]:
     default="compile,reduce-overhead",
     show_default=True,
     metavar="WAYS",
-    help=f"Of {', '.join(_PEERS)}, joined by commas; eager is always there.",
+    help=f"Ways to compare, of {', '.join(_PEERS)}, joined by commas; eager is always timed.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
     default="float16",
     show_default=True,
-    help="Of the network in inference, and of autocast in training.",
+    help="Dtype of the network in inference, and of autocast in training.",
 )
 @click.option(
     "--layout",
     type=click.Choice(("channels-last", "channels-first")),
     default="channels-last",
     show_default=True,
-    help="Of four-dimensional inputs and filters.",
+    help="Memory layout of four-dimensional inputs and filters.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
 @click.option(
-    "--device", default="cuda:0", show_default=True, help="Where it runs; cpu is for a trial."
+    "--device", default="cuda:0", show_default=True, help="Device to run on; cpu is for a trial."
 )
 @json_option(help="Print every figure as JSON.")
 def benchmark(
     network: str, shapes: tuple[tuple[int, ...], ...], train: bool, compare: list[str], dtype: str,
     layout: str, rounds: int, device: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time NETWORK as PyTorch runs it and as confpred.optimize does, in turns.
+    """Time NETWORK by PyTorch and by confpred.optimize, in turns.
 
     NETWORK is timm:NAME, or FILE.py:FUNCTION: the file is run, and its function returns the
     network. Inputs and timm's weights are random. Each way is compared with float32; "again" is
@@ -106,7 +106,7 @@ def benchmark(
     last = layout == "channels-last"
     subject = ways.subject_on(where, model, sizes, dtype, training=train, channels_last=last)
     names = ("eager", "again", "optimize", *compare)
-    found = ways.measure(
+    measured = ways.measure(
         subject, {name: ways.WAYS[name] for name in names}, rounds=rounds,
         say=lambda way, what: click.echo(f"{way}: {what} ...", err=True),
     )  # fmt: skip
@@ -115,10 +115,10 @@ def benchmark(
         **ways.versions(where),
     }  # fmt: skip
     if as_json:
-        click.echo(json.dumps(facts | {"ways": found}, indent=2))
+        click.echo(json.dumps(facts | {"ways": measured}, indent=2))
         return
     click.echo(f"{'training' if train else 'inference'} of {network} on {facts['device']}, {dtype}")
-    for line in aligned([_HEADINGS, *_rows(found)]):
+    for line in aligned([_HEADINGS, *_rows(measured)]):
         click.echo(line)
 
 
@@ -129,12 +129,12 @@ def _built(network: str) -> Any:
         require_packages("networks", "timm")
         try:
             import timm
-        except RuntimeError as error:  # of torchvision, where it is for another PyTorch
+        except RuntimeError as error:  # of torchvision, if it is for another PyTorch
             raise ConfpredError(f"timm cannot be imported: {first_line(error)}") from error
 
-        known = timm.list_models()
-        if name not in known:
-            near = " or ".join(difflib.get_close_matches(name, known, 3)) or "timm.list_models()"
+        names = timm.list_models()
+        if name not in names:
+            near = " or ".join(difflib.get_close_matches(name, names, 3)) or "timm.list_models()"
             raise InvalidInput("network", network, f"a network of timm, such as {near}")
         return timm.create_model(name)
     path = Path(kind)
@@ -158,12 +158,12 @@ def _built(network: str) -> Any:
         raise ConfpredError(f"{network} fails: {type(error).__name__}: {error}") from error
 
 
-def _rows(found: Mapping[str, Mapping[str, Any]]) -> Sequence[Sequence[str]]:
+def _rows(figures_of: Mapping[str, Mapping[str, Any]]) -> Sequence[Sequence[str]]:
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     rows = []
-    for way, figures in found.items():
+    for way, figures in figures_of.items():
         if "error" in figures:
             rows.append((way, figures["error"], *[""] * (len(_HEADINGS) - 2)))
             continue

@@ -1,4 +1,4 @@
-"""`confpred devices`: the GPUs that are known, and what their models know."""
+"""`confpred devices`: the known GPUs, and their models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _DEVICE_HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A device and what its model knows; a device without one has None and nothing there.
+    """A device and its model. Without a model, the attributes after the first are None or empty.
 
     Attributes:
-        device: its description.
+        device: description of the device.
         model: version of its model.
-        operation: what that model chooses for, such as ``conv2d``.
-        families: the kernel families and libraries that it knows.
-        layers: the kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
-        rows, problems, networks: measurements that it was trained on, and what these are of.
+        operation: operation that the model chooses configs for, such as ``conv2d``.
+        families: kernel families and libraries that the model was trained on.
+        layers: kinds of layers that were measured: ``dense``, ``depthwise``, ``grouped``.
+        rows, problems, networks: how many the model was trained on.
         driver, cudnn: versions that the measurements were made with.
     """
 
@@ -50,7 +50,7 @@ class KnownDevice:
 
 
 def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
-    """Return the devices of `models`, once a model, then those of the table that have none.
+    """Return the devices of `models`, once a model, then those of the table without a model.
 
     Raises:
         ModelError: a model is damaged.
@@ -58,12 +58,12 @@ def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
     learned = []
     for model in models:
         families, data = model.card.families, model.card.data
-        layers = sorted({each for entry in families.values() for each in entry.groupings})
+        layers = sorted({grouping for entry in families.values() for grouping in entry.groupings})
         what = (model.version, model.operation.name, tuple(families), tuple(layers))
         versions = (tuple(model.card.measured_with.get(name, ())) for name in ("driver", "cudnn"))
         amounts = (data.rows, data.problems, data.networks)
         learned.append(KnownDevice(model.device, *what, *amounts, *versions))
-    has_one = {known.device.key for known in learned}
+    has_one = {entry.device.key for entry in learned}
     return learned + [KnownDevice(device) for key, device in KNOWN.items() if key not in has_one]
 
 
@@ -72,7 +72,7 @@ def known_devices(models: Iterable[Model]) -> list[KnownDevice]:
 @json_option(help="Print the devices as JSON.")
 @model_option
 def devices(device: str | None, as_json: bool, model: Path | None) -> None:
-    """List the GPUs that are known, and what their models know; or everything about one DEVICE.
+    """List the known GPUs and their models; or all facts of one DEVICE.
 
     \b
     confpred devices
@@ -80,8 +80,8 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     confpred devices --json
 
     GB/s is the copy bandwidth, bytes read plus bytes written. TFLOP/s is the dense half-precision
-    rate. A device without a model is answered by that of the nearest one, without a bound. A GPU
-    that is not in the list is known once its driver was asked, when a process first uses it.
+    rate. For a device without a model, the model of the most similar device chooses, without a
+    bound. A GPU that is not in the list is added when a process first uses it.
     """
     from confpred.families.registry import all_operations
     from confpred.model.folder import NewestModels
@@ -91,31 +91,31 @@ def devices(device: str | None, as_json: bool, model: Path | None) -> None:
     if model is None:
         others = all_operations().keys() - {CONVOLUTION.name}
         models += [m for name in sorted(others) for m in NewestModels(operation=name).values()]
-    found = known_devices(sorted(models, key=lambda each: each.device.key))
+    entries = known_devices(sorted(models, key=lambda m: m.device.key))
     if device is not None:
-        key = next((k.device.key for k in found if k.device.key == device), None)
+        key = next((k.device.key for k in entries if k.device.key == device), None)
         wanted = get_device(device if key is None else key)
-        found = [k for k in found if k.device.key == wanted.key] or [KnownDevice(wanted)]
+        entries = [k for k in entries if k.device.key == wanted.key] or [KnownDevice(wanted)]
     if as_json:
-        click.echo(json.dumps({"devices": [asdict(known) for known in found]}, indent=1))
+        click.echo(json.dumps({"devices": [asdict(entry) for entry in entries]}, indent=1))
     elif device is None:
-        click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, found)])))
+        click.echo("\n".join(aligned([_DEVICE_HEADINGS, *map(_device_row, entries)])))
     else:
-        click.echo("\n".join(_device_facts(found)))
+        click.echo("\n".join(_device_facts(entries)))
 
 
-def _device_row(known: KnownDevice) -> tuple[str, ...]:
-    d = known.device
+def _device_row(entry: KnownDevice) -> tuple[str, ...]:
+    d = entry.device
     return (
         *(d.key, d.product.removeprefix("NVIDIA "), d.arch, str(d.sm_count)),
         *(f"{d.dram_bytes_per_s / 1e9:.0f}", f"{d.tensor_flops / 1e12:.0f}"),
-        *(known.model or "none", _layers(known)),
+        *(entry.model or "none", _layers(entry)),
     )
 
 
-def _layers(known: KnownDevice) -> str:
-    """Return the kinds of layers that a model knows; those of convolutions have names."""
-    return " ".join(known.layers) if known.operation == CONVOLUTION.name else known.operation or ""
+def _layers(entry: KnownDevice) -> str:
+    """Return the kinds of layers of a model; those of convolutions have names."""
+    return " ".join(entry.layers) if entry.operation == CONVOLUTION.name else entry.operation or ""
 
 
 def _device_facts(models: Sequence[KnownDevice]) -> Iterator[str]:
@@ -130,28 +130,28 @@ def _device_facts(models: Sequence[KnownDevice]) -> Iterator[str]:
         f"{d.simt_flops / 1e12:.1f} in float32",
     }
     yield from _aligned_facts(facts)
-    for known in models:
-        yield from _aligned_facts(_model_facts(known))
+    for entry in models:
+        yield from _aligned_facts(_model_facts(entry))
 
 
 def _aligned_facts(facts: Mapping[str, str]) -> Iterator[str]:
     yield from (f"{name:15}  {value}" for name, value in facts.items() if value)
 
 
-def _model_facts(known: KnownDevice) -> dict[str, str]:
+def _model_facts(entry: KnownDevice) -> dict[str, str]:
     none = "none: that of the nearest device answers, without a bound"
-    facts = {"model": known.model or none}
-    if known.model is not None:
+    facts = {"model": entry.model or none}
+    if entry.model is not None:
         dense = (
-            "" if known.operation != CONVOLUTION.name or "dense" in known.layers else "; not dense"
+            "" if entry.operation != CONVOLUTION.name or "dense" in entry.layers else "; not dense"
         )
         facts |= {
-            "operation": str(known.operation),
-            "layers": _layers(known) + dense,
-            "families": " ".join(known.families),
-            "trained on": f"{known.rows:,} rows of {known.problems:,} problems of "
-            f"{known.networks:,} networks",
-            "measured with": f"driver {' or '.join(known.driver) or 'not recorded'}, "
-            f"cuDNN {' or '.join(known.cudnn) or 'not recorded'}",
+            "operation": str(entry.operation),
+            "layers": _layers(entry) + dense,
+            "families": " ".join(entry.families),
+            "trained on": f"{entry.rows:,} rows of {entry.problems:,} problems of "
+            f"{entry.networks:,} networks",
+            "measured with": f"driver {' or '.join(entry.driver) or 'not recorded'}, "
+            f"cuDNN {' or '.join(entry.cudnn) or 'not recorded'}",
         }
     return facts

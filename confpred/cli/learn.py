@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from confpred.data.remote import Folder
     from confpred.training import Said
     from confpred.training.dataset import Dataset
-    from confpred.training.holdout import Verdict
+    from confpred.training.holdout import HoldoutVerdict
 
 
 @click.command("train")
@@ -44,26 +44,26 @@ if TYPE_CHECKING:
 @click.option(
     "--out", required=True, type=OUTPUT, help="Folder to make; its name is the model's version."
 )
-@click.option("--device", help="Device to train for, where the data is of several.")
+@click.option("--device", help="Device to train for, if the data is of several.")
 @seed_option
 @click.option(
     "--exclude-network",
     "exclude",
     multiple=True,
     metavar="NAME",
-    help="Keep this network's layers out, to try the model on it later; may be repeated.",
+    help="Leave this network's layers out, to try the model on it later; may be repeated.",
 )
 @click.option(
     "--family",
     "families",
     multiple=True,
     metavar="NAME",
-    help="Learn of this family alone; may be repeated.  [default: all of DATA]",
+    help="Train this family alone; may be repeated.  [default: all of DATA]",
 )
 @click.option(
     "--problems",
     type=click.IntRange(min=1),
-    help="Learn from so many problems, chosen at random, for a quick trial.  [default: all]",
+    help="Train on so many random problems, for a quick trial.  [default: all]",
 )
 def train(
     data: tuple[Path, ...],
@@ -77,9 +77,8 @@ def train(
     """Train a model from measurements (retrain-predictor).
 
     DATA are Parquet files of measurements, or folders of them. Rows of other devices than
-    --device are learned from too. The model is first judged on networks held out of its
-    training, which calibrates the bound on regret that each of its answers carries; then it learns
-    from everything.
+    --device are used too. The model is first judged on networks held out of its training, which
+    calibrates the bound on regret of its answers; then it is trained on everything.
 
     \b
     confpred train datasets/h100 datasets/h200 --device h100 --out models/h100-2
@@ -108,7 +107,7 @@ def train(
 
 @click.command("evaluate")
 @click.argument("data", nargs=-1, required=True, type=FILE_OR_FOLDER)
-@click.option("--device", help="Device to judge for, where the data is of several.")
+@click.option("--device", help="Device to judge for, if the data is of several.")
 @click.option(
     "--holdout",
     multiple=True,
@@ -126,7 +125,7 @@ def train(
     "--anchors",
     multiple=True,
     type=FILE_OR_FOLDER,
-    help="What every run measured again: the noise across runs; may be repeated.",
+    help="Control configs of every run, to show the noise across runs; may be repeated.",
 )
 @folds_option
 @click.option(
@@ -151,11 +150,11 @@ def evaluate(
 ) -> None:
     """Judge configs chosen for networks that were not trained on.
 
-    DATA are Parquet files of measurements, or folders of them; models learn from all devices in
-    them, and are judged on one. The networks are divided into folds;
-    each fold's layers are chosen for by a model, and by every baseline, that has seen none of them
-    at any batch size. Regret is the measured time of the choice over that of the best config: 1 is
-    perfect. The data has some configs of each problem; a hold-out has them all.
+    DATA are Parquet files of measurements, or folders of them; models are trained on all devices in
+    them, and judged on one. The networks are divided into folds. For each fold, a model and every
+    baseline are trained without its layers, at any batch size, and choose configs for them.
+    Regret is the measured time of the choice over that of the best config: 1 is perfect. The data
+    has some configs of each problem; a hold-out has them all.
 
     \b
     confpred evaluate datasets/h100 datasets/h200 --device h100
@@ -167,19 +166,19 @@ def evaluate(
     from confpred.training.dataset import data_files, read_dataset
 
     if model_folder is not None and not holdout:
-        raise InvalidInput("model", str(model_folder), "a model to be judged by a --holdout")
+        raise click.UsageError("--model needs --holdout, which judges it")
     if holdout_only and (plot is not None or not holdout):
-        raise InvalidInput("holdout-only", True, "with a --holdout, and without --plot")
+        raise click.UsageError("--holdout-only needs --holdout, and draws no --plot")
     read = data_files((*data, *holdout, *anchors), anchors=True)
     check_files({"json": json_file, "plot": plot}, force=force, inputs=read)
     from rich.console import Console
 
-    from confpred.training.dataset import across_sittings
-    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_sittings
+    from confpred.training.dataset import noise_across_runs
+    from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_noise
     from confpred.training.fit import Hyperparameters
     from confpred.training.holdout import print_verdict
 
-    console, found = Console(), {}
+    console, parts = Console(), {}
     with show_steps() as say:
         say("reading measurements", 0, 1)
         dataset = read_dataset(data, device)
@@ -187,13 +186,13 @@ def evaluate(
         verdict = _judge(dataset, holdout, model_folder, seed, say) if holdout else None
     if verdict is not None:
         print_verdict(verdict, console)
-        found["holdout"] = asdict(verdict)
+        parts["holdout"] = asdict(verdict)
     if anchors:
-        noise = across_sittings(
+        noise = noise_across_runs(
             data_files(anchors, anchors=True), dataset.operation, dataset.device.key
         )
-        print_sittings(noise, console)
-        found["sittings"] = asdict(noise)
+        print_noise(noise, console)
+        parts["sittings"] = asdict(noise)
     figures = {"format": HOLDOUT_FORMAT, "device": dataset.device.key, "data": dataset.digest}
     evaluation = None
     if not holdout_only:
@@ -202,7 +201,7 @@ def evaluate(
         print_evaluation(evaluation, console)
         figures = evaluation.to_json()
     if json_file is not None:
-        text = json.dumps(figures | found, indent=1) + "\n"
+        text = json.dumps(figures | parts, indent=1) + "\n"
         write_whole(json_file, lambda file: file.write(text.encode()), replace=force)
     if plot is not None and evaluation is not None:
         plot_regret(evaluation, plot, replace=force)
@@ -210,9 +209,9 @@ def evaluate(
 
 def _judge(
     dataset: Dataset, holdout: tuple[Path, ...], model_folder: Path | None, seed: int, say: Said
-) -> Verdict:
-    """Judge the model of `model_folder` by `holdout`, or one that is trained on `dataset` without
-    the hold-out's networks and layers."""
+) -> HoldoutVerdict:
+    """Judge the model of `model_folder` by `holdout`; by default, a model trained on `dataset`
+    without the hold-out's networks and layers."""
     from confpred.model.folder import load_model
     from confpred.training.dataset import read_dataset
     from confpred.training.holdout import check_unseen, judge_holdout, read_holdout, without_holdout
@@ -238,17 +237,17 @@ def _judge(
 def report(
     sources: tuple[Path, ...], out: Path, device: str | None, folds: int, seed: int, force: bool
 ) -> None:
-    """Write what is known of a model or of measurements as one HTML page.
+    """Write a report on models or measurements as one HTML page.
 
-    SOURCES are any of these, each known by what it is: a model folder, or a folder of them;
+    SOURCES are any of these: a model folder, or a folder of them;
     evaluations, as `confpred evaluate --json` writes them (.json); and Parquet files of
     measurements, or folders of them. Measurements of a device without an evaluation are judged
-    first, by --folds and --seed as `confpred evaluate` has them, which takes minutes.
+    first, with --folds and --seed as in `confpred evaluate`, which takes minutes.
 
     The page has the regret by family, direction, dtype, batch, network and device, how often the
-    bound holds, the 20 worst layers with their candidates, the features that a model relies on, the
-    noise of the measurements, and where everything comes from. It is one file: plots, style and
-    script are inside it, and it asks no server for anything.
+    bound holds, the 20 worst layers with their candidates, the most important features of a model,
+    the noise of the measurements, and the source of every figure. It is one file: plots, style and
+    script are inside it, and it loads nothing from a server.
 
     \b
     confpred report models datasets/h100 datasets/h200 benchmarks/results/*/evaluation.json \\
@@ -270,7 +269,7 @@ def report(
 @click.command("merge")
 @click.argument("folders", type=MEASUREMENTS, nargs=-1, required=True, metavar="FOLDER...")
 @click.argument("file", type=OUTPUT)
-@click.option("--anchors", is_flag=True, help="Join what every run has measured again, instead.")
+@click.option("--anchors", is_flag=True, help="Join the control configs (anchors) instead.")
 @click.option("--operation", help="Operation of files that name none, such as conv2d.")
 @force_option
 def merge(
@@ -279,10 +278,10 @@ def merge(
     """Join the measurements in sampler output FOLDERs into FILE, one sorted Parquet file. A FOLDER
     may be a URL, such as s3://bucket/runs.
 
-    Where FILE is a folder, or is new and does not end in .parquet, it is a folder of parts: the
-    rows that no part has yet become a new part, named for the day, and all parts stay as they are.
+    If FILE is a folder, or is new and does not end in .parquet, it is a folder of parts: rows that
+    no part has yet become a new part, named for the day, and all parts stay as they are.
 
-    Files that pandas, polars or DuckDB have written need --operation, which says what they measure.
+    Files that pandas, polars or DuckDB have written need --operation, the operation they measure.
 
     \b
     confpred merge runs/h100 runs/h100.parquet
@@ -315,8 +314,8 @@ _LINE_SECONDS = 2.0
 
 @contextlib.contextmanager
 def show_steps() -> Iterator[Said]:
-    """Yield a function to call when a step begins and when a part of it is done; what it shows
-    goes to standard error."""
+    """Yield a function to call when a step begins and when a part of it is done; it shows them on
+    standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed

@@ -16,9 +16,9 @@ from confpred.problem.conv2d import CONVOLUTION
 
 _url = click.option("--url", help="Service to ask, such as http://127.0.0.1:8000.")
 _signed_by = click.option(
-    "--signed-by", "signers", type=FILE, help="Take only what one of these allowed signers signed."
+    "--signed-by", "signers", type=FILE, help="Accept only models signed by one of these signers."
 )
-_DIGITS = 12  # of a digest that are shown
+_DIGITS = 12  # digits of a digest that are shown
 
 
 @click.group("models")
@@ -38,35 +38,35 @@ _SHOWN: tuple[str, ...] = ("name", "operation", "device", "digest", "created", "
 
 
 def _here() -> list[dict[str, Any]]:
-    """Return `_SHOWN` and the folder of the models of this installation and user, the newest first;
-    the newest of an operation and device is in use."""
+    """Return facts (`_SHOWN` and the folder) of the models of this installation and user, the
+    newest first; the newest of an operation and device is in use."""
     import hashlib
 
     from confpred.model.card import CARD, read_card
     from confpred.model.folder import shipped_models, users_models
 
-    found: list[dict[str, Any]] = []
+    models: list[dict[str, Any]] = []
     for folder in (shipped_models(), users_models()):
         for path in (*folder.glob(f"*/{CARD}"), *folder.glob(f"*/*/{CARD}")):
             text, card = read_card(path.parent)
             facts = {name: str(card[name]) for name in ("operation", "device", "created")}
             digest = hashlib.sha256(text).hexdigest()
-            found.append(
+            models.append(
                 facts | {"name": path.parent.name, "folder": path.parent, "digest": digest}
             )
-    found.sort(key=lambda each: each["created"], reverse=True)
+    models.sort(key=lambda model: model["created"], reverse=True)
     used: set[tuple[str, str]] = set()
-    for each in found:
-        key = each["operation"], each["device"]
-        each["in_use"] = key not in used
+    for model in models:
+        key = model["operation"], model["device"]
+        model["in_use"] = key not in used
         used.add(key)
-    return found
+    return models
 
 
-def _by_device(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_device(models: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the models of convolutions that are in use."""
-    mine = (each for each in found if each["operation"] == CONVOLUTION.name)
-    return {each["device"]: each for each in mine if each["in_use"]}
+    mine = (model for model in models if model["operation"] == CONVOLUTION.name)
+    return {model["device"]: model for model in mine if model["in_use"]}
 
 
 @models.command("list")
@@ -75,14 +75,14 @@ def _by_device(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def list_models(url: str | None, as_json: bool) -> None:
     """List the models of this machine, or of a service."""
     if url is None:
-        found, names = _here(), _SHOWN
+        models, names = _here(), _SHOWN
     else:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at
 
-        found = models_at(url)  # all are of convolutions
+        models = models_at(url)  # all are of convolutions
         names = tuple(name for name in _SHOWN if name != "operation")
-    rows = [{name: each[name] for name in names} for each in found]
+    rows = [{name: model[name] for name in names} for model in models]
     if as_json:
         return click.echo(json.dumps(rows, indent=1))
     table = [("model", "operation", "device", "digest", "created", "in use")]
@@ -101,7 +101,7 @@ def list_models(url: str | None, as_json: bool) -> None:
 def pull(url: str, device: str | None, digest: str | None, signers: Path | None) -> None:
     """Fetch a model from a service, and use it if it is the newest for its device.
 
-    A pull that was cut off goes on where it was; the model is there whole or not at all.
+    A pull that was interrupted continues where it was; the model is added whole or not at all.
     """
     require_packages("client", "httpx")
     from confpred.client.transfer import models_at
@@ -111,29 +111,29 @@ def pull(url: str, device: str | None, digest: str | None, signers: Path | None)
     if (device is None) == (digest is None):
         raise click.UsageError("give either --device or --digest")
     offered = models_at(url)
-    found = [
-        each
-        for each in offered
-        if (each["in_use"] and each["device"] == device)
-        or (digest is not None and len(digest) >= 8 and each["digest"].startswith(digest))
+    matching = [
+        model
+        for model in offered
+        if (model["in_use"] and model["device"] == device)
+        or (digest is not None and len(digest) >= 8 and model["digest"].startswith(digest))
     ]
-    if len(found) != 1:
-        known = ", ".join(f"{each['device']} {each['digest'][:_DIGITS]}" for each in offered)
-        raise InvalidInput("digest" if digest else "device", digest or device, f"one of {known}")
-    wanted = device or str(found[0]["device"])
+    if len(matching) != 1:
+        choices = ", ".join(f"{model['device']} {model['digest'][:_DIGITS]}" for model in offered)
+        raise InvalidInput("digest" if digest else "device", digest or device, f"one of {choices}")
+    wanted = device or str(matching[0]["device"])
     for model in _here():
-        if model["digest"] == found[0]["digest"] and signers is None:
+        if model["digest"] == matching[0]["digest"] and signers is None:
             used = "in use" if model["in_use"] else "not in use, as a newer one is"
             click.echo(f"{model['folder']}: here already, and {used}")
             return
-    made = fetch(url, str(found[0]["digest"]), wanted, users_models(), signers)
+    made = fetch(url, str(matching[0]["digest"]), wanted, users_models(), signers)
     newest = _by_device(_here())[wanted]["folder"]
-    click.echo(f"{made}: {found[0]['digest']}, {_signed(made, signers)}")
+    click.echo(f"{made}: {matching[0]['digest']}, {_signed(made, signers)}")
     click.echo("in use from now on" if newest == made else f"{newest} is newer and stays in use")
 
 
 def _signed(folder: Path, signers: Path | None) -> str:
-    """Return by whom a model is signed, in words; raises where `signers` are given and none has."""
+    """Return in words who signed a model; raise an error if none of `signers` did."""
     from confpred.model.card import SIGNATURE, signed_by
 
     if signers is not None:
@@ -145,15 +145,15 @@ def _signed(folder: Path, signers: Path | None) -> str:
 @_url
 @_signed_by
 def verify(url: str | None, signers: Path | None) -> None:
-    """Compare each model's files with their digests, and with a service those in use.
+    """Compare each model's files with their digests, and the models in use with a service's.
 
-    Exit code: 0 if all are whole, and the service's where one was asked; else 1.
+    Exit code: 0 if all are whole and, with --url, the service's; else 1.
     """
     from confpred.model.card import read_files
 
     broken: list[str] = []
-    found = _here()
-    for model in found:
+    models = _here()
+    for model in models:
         folder, name = model["folder"], model["name"]
         try:
             read_files(folder).check_trees(folder)
@@ -165,10 +165,10 @@ def verify(url: str | None, signers: Path | None) -> None:
         require_packages("client", "httpx")
         from confpred.client.transfer import models_at
 
-        used = {device: model["digest"] for device, model in _by_device(found).items()}
-        for each in models_at(url):
-            device, digest = each["device"], each["digest"]
-            if each["in_use"] and used.get(device) != digest:
+        used = {device: model["digest"] for device, model in _by_device(models).items()}
+        for served in models_at(url):
+            device, digest = served["device"], served["digest"]
+            if served["in_use"] and used.get(device) != digest:
                 broken.append(device)
                 click.echo(
                     f"{device}: {url} answers by {digest}, this machine by {used.get(device)}"

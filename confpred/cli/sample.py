@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from confpred.families.protocol import Family, Rows
     from confpred.problem.device import Device
     from confpred.problem.record import Record
-    from confpred.sampler.run import Engine, Settings
+    from confpred.sampler.run import Engine, Sampling
     from confpred.sampler.tasks import Pick
 
 
-#: As many compilers as a Ray cluster has cores.
+#: Compilers: as many as a Ray cluster has cores.
 MANY = 1024
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -109,9 +109,9 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @click.option(
     "--picked",
     type=click.IntRange(min=1),
-    help="Measure as many configs more that --model orders first, or that chance picks without it.",
+    help="Measure so many more configs: the first ones by --model, or random ones without it.",
 )
-@click.option("--model", "model_folder", type=FOLDER, help="The model that picks; needs --picked.")
+@click.option("--model", "model_folder", type=FOLDER, help="Model for --picked.")
 @click.option(
     "--anchors",
     "anchors_file",
@@ -123,7 +123,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of the order of problems, the choice of configs and the timed rounds.",
+    help="Seed of the order of problems, the choice of configs and the timed rounds.",
 )
 @click.option(
     "--jobs",
@@ -144,7 +144,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     "--plan",
     "plan_device",
     metavar="DEVICE",
-    help="Say what would be measured on DEVICE, such as h200, and end; needs no GPU.",
+    help="List what would be measured on DEVICE, such as h200, and end; needs no GPU.",
 )
 @click.option(
     "--compile",
@@ -158,7 +158,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="With --compile: write the kernels as a .tar.xz, to be unpacked in another cache.",
 )
 @timeout_option
-@click.option("--submit", metavar="URL", help="Send the measurements to this service as they come.")
+@click.option("--submit", metavar="URL", help="Send the measurements to this service.")
 def sample(
     kernel: str | None,
     suite_files: tuple[Path, ...],
@@ -212,19 +212,19 @@ def sample(
         raise InvalidInput("suite", None, "--suite FILE, or KERNEL --shapes FILE")
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
-    known = families_of(suite.entries[0].problem)
+    names = families_of(suite.entries[0].problem)
     for name in families:
-        if name not in known:
-            raise InvalidInput("family", name, " or ".join(known))
+        if name not in names:
+            raise InvalidInput("family", name, " or ".join(names))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
     with needing("gpu"):
         import rich  # noqa: F401 -- a missing package is reported before any work
 
-        from confpred.sampler.run import Here, Settings, find_gpus
+        from confpred.sampler.run import Here, Sampling, find_gpus
         from confpred.sampler.tasks import read_anchors
 
-    settings = Settings(
+    settings = Sampling(
         seed=seed,
         configs=configs,
         picked=picked or 0,
@@ -237,8 +237,8 @@ def sample(
         silence_s=silence_s,
     )
 
-    def completed(device: Device) -> Settings:
-        """Add what depends on the kind of GPU."""
+    def completed(device: Device) -> Sampling:
+        """Add the settings that depend on the kind of GPU."""
         return replace(
             settings,
             pick=picker(model_folder, device) if picked and model_folder else None,
@@ -258,18 +258,18 @@ def sample(
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             with needing("ray"):
                 from confpred.sampler.fleet import Fleet
-            found: Engine = stack.enter_context(Fleet(settings, address, kind=kind))
+            chosen: Engine = stack.enter_context(Fleet(settings, address, kind=kind))
         else:
-            found = Here(find_gpus(gpus), settings)
-        settings = completed(get_device(found.device))
+            chosen = Here(find_gpus(gpus), settings)
+        settings = completed(get_device(chosen.device))
         stack.enter_context(submitting(submit, out))
-        code = sample_and_report(suite, out, found, settings)
+        code = sample_and_report(suite, out, chosen, settings)
     sys.exit(code)
 
 
 def kernel_at(place: str) -> Family:
-    """Return the family of a kernel such as ``mine.py:kernel``, known from now on in this process
-    and in those that it starts.
+    """Return the family of a kernel such as ``mine.py:kernel``, and register it in this process and
+    its child processes.
 
     Raises:
         InvalidInput: there is no such file, or no kernel under `confpred.tuned` of that name in it.
@@ -283,15 +283,16 @@ def kernel_at(place: str) -> Family:
     paths = filter(None, [folder, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     plug_in(file.stem)
-    found = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
-    if found is None:
+    family = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
+    if family is None:
         allowed = f"a kernel of {name} under confpred.tuned"
         raise InvalidInput("kernel", attribute, allowed)
-    return all_families()[found.name]
+    return all_families()[family.name]
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
-    """Return a block that sends the shards in `out` to the service at `url`, if there is one."""
+    """Return a context in which the shards in `out` are sent to the service at `url`, if there is
+    one."""
     if url is None:
         return nullcontext()
     with needing("client"):
@@ -300,7 +301,7 @@ def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:
 
 
 def picker(model_folder: Path, device: Device) -> Pick:
-    """Return the order in which the model in a folder would try a family's configs."""
+    """Return a function that orders a family's configs by the model in a folder."""
     from confpred.model.folder import load_model
 
     families = load_model(model_folder).families
@@ -316,12 +317,12 @@ def report_plan(
     suite: Suite,
     out: Folder,
     device: Device,
-    settings: Settings,
+    settings: Sampling,
     *,
     compiling: bool,
     archive: Path | None,
 ) -> None:
-    """Print what would be measured, after compiling it if `compiling`, and write `archive`."""
+    """Print the planned measurements, after compiling them if `compiling`, and write `archive`."""
     from confpred.sampler import forecast
     from confpred.sampler.progress import duration
     from confpred.sampler.store import measured_in
@@ -339,22 +340,22 @@ def report_plan(
         refused = forecast.compile_into_cache(kernels, device.arch, threads=threads, show=show)
         for reason in refused:
             click.echo(f"refused: {reason.splitlines()[0]}", err=True)
-    found = forecast.forecast(tasks, kernels, device)
-    click.echo(f"{found.problems} problems on {device.key}, {sum(found.rows.values())} rows:")
-    for provider, rows in sorted(found.rows.items()):
+    planned = forecast.forecast(tasks, kernels, device)
+    click.echo(f"{planned.problems} problems on {device.key}, {sum(planned.rows.values())} rows:")
+    for provider, rows in sorted(planned.rows.items()):
         click.echo(f"  {rows:7} of {provider}")
     click.echo(
-        f"about {duration(found.measuring_s)} of one GPU\n"
-        f"{found.kernels} kernels, {found.compiled} of them compiled; the others take about "
-        f"{duration(found.compiling_s)} of one core"
+        f"about {duration(planned.measuring_s)} of one GPU\n"
+        f"{planned.kernels} kernels, {planned.compiled} of them compiled; the others take about "
+        f"{duration(planned.compiling_s)} of one core"
     )
     if archive is not None:
         packed = forecast.write_archive(kernels, device.arch, archive, replace=False)
         click.echo(f"{packed} kernels in {archive}, {archive.stat().st_size / 2**20:.1f} MiB")
 
 
-def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Settings) -> int:
-    """Sample with progress, Ctrl-C and a summary; returns the exit code."""
+def sample_and_report(suite: Suite, out: Folder, engine: Engine, settings: Sampling) -> int:
+    """Sample with progress, Ctrl-C and a summary; return the exit code."""
     from rich.console import Console
 
     from confpred.sampler.progress import count_interrupts, show_progress, summary
@@ -405,7 +406,7 @@ def find_gpu(text: str) -> tuple[dict[int, Run], Device]:
 
 
 def check_pytorch(wanted: bool) -> None:
-    """Check that PyTorch is installed where its operator is to be timed."""
+    """Check that PyTorch is installed if its operator is `wanted`."""
     if wanted and find_spec("torch") is None:
         raise MissingExtra("torch (or --no-pytorch)", "gpu")
 
@@ -458,7 +459,7 @@ def _ordinal_of(device: Device) -> int | None:
     try:
         from confpred.cuda.driver import device_count, device_of
 
-        found = (n for n in range(device_count()) if device_of(n).key == device.key)
-        return next(found, None)
+        numbers = (n for n in range(device_count()) if device_of(n).key == device.key)
+        return next(numbers, None)
     except (ConfpredError, RuntimeError):
         return None

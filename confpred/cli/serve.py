@@ -1,4 +1,4 @@
-"""`confpred serve` and `confpred token`: the HTTP service, and who may use it."""
+"""`confpred serve` and `confpred token`: the HTTP service, and its access tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATHS = {
     "signed_by": click.Path(exists=True, dir_okay=False),
     "exchange": click.Path(file_okay=False),
 }
-#: The beginning of the environment's variables that are settings.
+#: Prefix of environment variables that are settings.
 _PREFIX = "CONFPRED_SERVE_"
 
 
@@ -55,7 +55,7 @@ def _type(field: Any) -> click.ParamType[Any] | None:
 
 
 def _read_config(context: click.Context, option: click.Parameter, path: str | None) -> None:
-    """Take what the file at `path` sets as the defaults of all options."""
+    """Use the settings in the file at `path` as defaults of the options."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **_settings_in(Path(path))}
 
@@ -63,34 +63,34 @@ def _read_config(context: click.Context, option: click.Parameter, path: str | No
 def _settings_in(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         form = "JSON" if path.suffix == ".json" else "TOML (JSON is .json)"
         raise DataError(f"{path} is not {form}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DataError(f"{path} is not an object of settings")
     defaults = {field.name: field.default for field in fields(Settings)}
-    for name, value in found.items():
+    for name, value in settings.items():
         if name not in defaults:
             raise InvalidInput(f"{path}: {name}", value, nearest(name, defaults))
         kind = str if defaults[name] is None else type(defaults[name])
         if type(value) is not kind:
             raise InvalidInput(f"{path}: {name}", value, _KINDS[kind])
-    return found
+    return settings
 
 
 _KINDS = {str: "a string", int: "an integer", bool: "true or false"}
 
 
 def _check_variables() -> None:
-    """Refuse variables of the environment that look like settings and are none."""
-    known = [str(parameter.name).upper() for parameter in serve.params]
+    """Refuse environment variables that have the prefix of settings but name none."""
+    names = [str(parameter.name).upper() for parameter in serve.params]
     for variable, value in os.environ.items():
         name = variable.removeprefix(_PREFIX)
-        if name not in (variable, *known):
-            raise InvalidInput(variable, value, f"{_PREFIX} and {nearest(name, known)}")
+        if name not in (variable, *names):
+            raise InvalidInput(variable, value, f"{_PREFIX} and {nearest(name, names)}")
 
 
 def _serve(**values: Any) -> None:
@@ -98,7 +98,7 @@ def _serve(**values: Any) -> None:
     require_packages("serve", *MODULES)
     if values["exchange"] is not None:
         require_packages("train", *training.MODULES)
-    from confpred.service.supervisor import serve as run  # what `--help` can do without
+    from confpred.service.supervisor import serve as run  # `--help` does not need it
 
     leave_signals()
     run(Settings(**values))
@@ -125,7 +125,7 @@ serve = click.Command(
       {"n": 32, "c": 64, "h": 56, "w": 56, "k": 64, "r": 3, "s": 3, "groups": 8}}'
 
     The API's description is at /docs. Each option can also be set by the environment variable that
-    is named beside it, and by a file: an option goes before a variable, a variable before the
+    is named beside it, and by a file: an option overrides a variable, a variable overrides the
     file.""",
     context_settings={"auto_envvar_prefix": _PREFIX.rstrip("_")},
 )
@@ -153,19 +153,19 @@ serve = click.Command(
 def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
     """Make an access token called NAME for `confpred serve --tokens FILE`, and print it, once.
 
-    The file keeps its SHA-256 alone. A server that runs reads the file again at its next reload.
+    The file has its SHA-256 alone. A running server reads the file again at its next reload.
     """
     with tokens.alone(path):
-        known = tokens.read(path) if revoke or path.exists() else ()
-        others = tuple(token for token in known if token.name != name)
-        if revoke and others == known:
+        present = tokens.read(path) if revoke or path.exists() else ()
+        others = tuple(token for token in present if token.name != name)
+        if revoke and others == present:
             raise InvalidInput("name", name, f"the name of a token in {path}")
-        if not revoke and others != known:
+        if not revoke and others != present:
             raise InvalidInput("name", name, f"a name that no token in {path} has")
         if not revoke and not (name.isprintable() and 1 <= len(name) <= 64):
             raise InvalidInput("name", name, "1 to 64 printable characters")
         secret, token = tokens.make(name, scope)
-        tokens.write(path, others if revoke else (*known, token))
+        tokens.write(path, others if revoke else (*present, token))
     click.echo(f"revoked {name}; servers follow at their next reload" if revoke else secret)
 
 
@@ -182,10 +182,10 @@ def token(name: str, path: Path, scope: tokens.Scope, revoke: bool) -> None:
     help="The folder of confpred serve --exchange.",
 )
 def exchange(action: str, name: str | None, folder: Path) -> None:
-    """List what hosts have sent, take it back (revoke), or have it checked again (requeue).
+    """List the uploads of hosts, revoke them, or have them checked again (requeue).
 
     NAME is that of a token, or an upload's id, of which 8 digits are enough. Published models that
-    have learned from rows that are revoked are withdrawn; then reload the server.
+    were trained on revoked rows are withdrawn; then reload the server.
     """
     require_packages("serve", *MODULES)
     from confpred.service.exchange import Exchange
@@ -199,8 +199,8 @@ def exchange(action: str, name: str | None, folder: Path) -> None:
     elif name is not None and action == "requeue":
         store.requeue(name)
     table = [("upload", "token", "state", "rows", "received", "reason")]
-    for each in filter(None, (store.find(upload.id) for upload in changed)):
-        rows = "" if each.rows is None else str(each.rows)
-        words = (each.token, each.state, rows, each.received, each.reason or "")
-        table.append((each.id[:12], *words))
+    for upload in filter(None, (store.find(upload.id) for upload in changed)):
+        rows = "" if upload.rows is None else str(upload.rows)
+        words = (upload.token, upload.state, rows, upload.received, upload.reason or "")
+        table.append((upload.id[:12], *words))
     click.echo("\n".join([*aligned(table), *(f"withdrawn: {model}" for model in withdrawn)]))

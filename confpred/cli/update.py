@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from confpred.model.folder import Model
     from confpred.problem.device import Device
     from confpred.retraining.drift import Drift
-    from confpred.retraining.retrain import Report, Request
+    from confpred.retraining.retrain import Request, RetrainingReport
 
 _DEFAULT_GPU = "cuda:0"
-#: The exit code where the run went well and the old model stays.
+#: Exit code of a successful run that keeps the old model.
 NOT_BETTER = 3
 
 
@@ -54,7 +54,7 @@ NOT_BETTER = 3
     "--data",
     type=FILE_OR_FOLDER,
     multiple=True,
-    help="Measurements to learn from too, of such a GPU or another; may be repeated.",
+    help="Further measurements to train on, of such a GPU or another; may be repeated.",
 )
 @click.option(
     "--suite",
@@ -66,21 +66,21 @@ NOT_BETTER = 3
 @click.option(
     "--folder",
     type=OUTPUT,
-    help="Where its measurements are kept.  [default: in your data folder, one a device]",
+    help="Folder of its measurements.  [default: in your data folder, one a device]",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Compilations at a time.")
-@pytorch_option(help="Time PyTorch's own operator as well: without it nothing is left to it.")
+@pytorch_option(help="Time PyTorch's operator as well; else it is never chosen.")
 @click.option(
     "--from",
     "source",
     metavar="URL-OR-FOLDER",
-    help="Measure nothing: train on those of a service, a folder, or a URL such as s3://bucket.",
+    help="Train on measurements of a service, a folder, or a URL such as s3://bucket, alone.",
 )
 @click.option(
     "--holdout",
     type=FILE_OR_FOLDER,
     multiple=True,
-    help="With --from: measurements that nothing learns from, to judge by; may be repeated.",
+    help="With --from: measurements to judge by, never to train on; may be repeated.",
 )
 @timeout_option
 def retrain(
@@ -98,23 +98,23 @@ def retrain(
     """Measure this GPU, train on it, and use the model if it is better.
 
     \b
-    1. measures, for most of the budget, what teaches most a minute: problems
-       unlike those measured before and answers that may be far off; of each,
+    1. measures, for most of the budget, the problems of most worth a minute:
+       far from those measured before, or with a large bound on regret; of each,
        20 configs that the present model puts first and 20 random ones
-    2. trains on these, on what earlier runs measured, and on --data
-    3. lets the old and the new model choose for networks that it never learns
-       from, and measures what they choose differently
+    2. trains on these, on the measurements of earlier runs, and on --data
+    3. lets the old and the new model choose for networks held out of training,
+       and measures the choices that differ
     4. puts the new model where `confpred.optimize` and `confpred predict` find
        it, if its choices are faster by more than chance; the old one stays
-       beside it. Else it says why not.
+       beside it. Else it prints the reason.
 
     Training comes on top of the budget: some minutes of one core. A run that is stopped (Ctrl-C) or
-    killed goes on where it was when the same command is given again. Any GPU of compute capability
-    8.0 or later will do; one that no table has is described by its driver and a short benchmark.
+    killed continues when the same command is run again. Any GPU of compute capability 8.0 or later
+    will do; one that no table has is described by its driver and a short benchmark.
 
-    With --from no GPU is needed, and --device is the one to train for, such as h100. Uploads to a
-    service teach the present model, beside your own --data; --holdout judges, or else one network
-    in ten of your own.
+    With --from no GPU is needed, and --device is the one to train for, such as h100. The present
+    model is trained again with the uploads to a service, beside your own --data; --holdout judges
+    it, or else one network in ten of your own.
 
     Exit code: 0 if a new model is in use, 3 if the old one stays, 130 if stopped, 1 on an error, 2
     on a wrong option.
@@ -123,12 +123,12 @@ def retrain(
     confpred retrain --device cuda:0 --budget 15m
     confpred retrain --budget 1h --data datasets/h100
     confpred retrain --from http://127.0.0.1:8000 --device h100 --data base --holdout holdout
-    confpred drift        # later: does it still hold?
+    confpred drift        # later, to check the model
     """
     require_packages("train", *MODULES)
     if source is not None:
-        given = None if device == _DEFAULT_GPU else device
-        sys.exit(retrain_from_and_report(source, data, holdout, given))
+        trained_for = None if device == _DEFAULT_GPU else device
+        sys.exit(retrain_from_and_report(source, data, holdout, trained_for))
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
     with as_file(files("confpred.suites")) as own:
@@ -136,12 +136,12 @@ def retrain(
         suite = join([read_suite(file) for file in suites or directions])
     runs, described = find_gpu(device)
     from confpred.retraining.retrain import Request, check_suite, default_folder
-    from confpred.sampler.run import Settings
+    from confpred.sampler.run import Sampling
 
     check_suite(suite)
     where = folder or default_folder(described.key)
     check_folder("folder", where)
-    settings = Settings(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
+    settings = Sampling(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
     request = Request(described, runs, suite, budget_s, data, where, settings)
     sys.exit(retrain_and_report(request))
 
@@ -149,12 +149,12 @@ def retrain(
 def retrain_from_and_report(
     source: str, data: tuple[Path, ...], holdout: tuple[Path, ...], device: str | None
 ) -> int:
-    """Retrain on measurements that are there, with a summary; returns the exit code."""
+    """Retrain on present measurements, with a summary; return the exit code."""
     from tempfile import TemporaryDirectory
 
     from confpred.model.folder import NewestModels, publish, users_models
     from confpred.retraining.exchanged import measurements_at, retrain_from
-    from confpred.retraining.retrain import Report
+    from confpred.retraining.retrain import RetrainingReport
 
     with measurements_at(source) as folder, TemporaryDirectory(prefix="confpred-") as made:
         out, say = Path(made) / "model", partial(click.echo, err=True)
@@ -163,13 +163,13 @@ def retrain_from_and_report(
             [folder, *data], models, out, holdout=holdout, device=device, say=say
         )
         published = publish(out, users_models()) if outcome.verdict.better else None
-    for line in verdict_lines(Report(outcome.verdict, published, outcome.old)):
+    for line in verdict_lines(RetrainingReport(outcome.verdict, published, outcome.old)):
         click.echo(line)
     return 0 if published is not None else NOT_BETTER
 
 
 def retrain_and_report(request: Request) -> int:
-    """Retrain with progress, Ctrl-C and a summary; returns the exit code."""
+    """Retrain with progress, Ctrl-C and a summary; return the exit code."""
     from rich.console import Console
 
     from confpred.retraining.retrain import retrain
@@ -193,7 +193,7 @@ def retrain_and_report(request: Request) -> int:
     return 0 if report.published is not None else NOT_BETTER
 
 
-def verdict_lines(report: Report) -> list[str]:
+def verdict_lines(report: RetrainingReport) -> list[str]:
     if report.verdict is None:
         return []
     old = f"model {report.old}" if report.old is not None else "PyTorch's operator"
@@ -220,9 +220,9 @@ _SHOWN = 5
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
-@pytorch_option(help="Its operator too.")
+@pytorch_option(help="Time PyTorch's operator too.")
 @timeout_option
-@json_option(help="Print everything that was found as JSON.")
+@json_option(help="Print the whole result as JSON.")
 def drift(
     device: str,
     model: Path | None,
@@ -233,10 +233,10 @@ def drift(
     timeout: str,
     as_json: bool,
 ) -> None:
-    """Time a few of the model's configs again: does it still hold?
+    """Time a few of a model's configs again, to check the model.
 
     A random set of the layers that the model was trained on is launched with the config that was
-    the fastest then, and its time compared with the one that was measured.
+    the fastest then, and its time is compared with the measured one.
 
     \b
     ok                        times are as the model expects
@@ -258,11 +258,11 @@ def drift(
     used = _model_in_use(model, described)
     from confpred.retraining.drift import time_again
     from confpred.sampler.progress import count_interrupts
-    from confpred.sampler.run import Settings
+    from confpred.sampler.run import Sampling
 
-    settings = Settings(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
+    settings = Sampling(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
     with count_interrupts() as interrupts:
-        found = time_again(
+        check = time_again(
             used,
             runs,
             settings,
@@ -273,8 +273,8 @@ def drift(
         )
     if interrupts.count:
         sys.exit(128 + interrupts.signal)
-    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(drift_lines(found)))
-    sys.exit(0 if found.holds else 1)
+    click.echo(json.dumps(check.to_json(), indent=1) if as_json else "\n".join(drift_lines(check)))
+    sys.exit(0 if check.holds else 1)
 
 
 def _model_in_use(folder: Path | None, device: Device) -> Model:
@@ -299,12 +299,12 @@ def _cudnn() -> str:
     return cudnn_version()
 
 
-def drift_lines(found: Drift) -> list[str]:
-    """Return the verdict, and the times that differ most."""
-    lines = [f"{found.state}: model {found.model} on {found.device}: {found.why}"]
-    for each in found.retimed[:_SHOWN]:
-        times = f"{each.expected_ms:.4f} -> {each.measured_ms:.4f} ms"
-        lines.append(f"  {each.ratio:5.2f}  {times}  {each.provider} {each.config}: {each.problem}")
-    if not found.holds:
+def drift_lines(check: Drift) -> list[str]:
+    """Return the verdict, and the times that differ most, as lines of text."""
+    lines = [f"{check.state}: model {check.model} on {check.device}: {check.why}"]
+    for t in check.retimed[:_SHOWN]:
+        times = f"{t.expected_ms:.4f} -> {t.measured_ms:.4f} ms"
+        lines.append(f"  {t.ratio:5.2f}  {times}  {t.provider} {t.config}: {t.problem}")
+    if not check.holds:
         lines.append("to make a model that holds: confpred retrain")
     return lines

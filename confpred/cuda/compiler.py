@@ -159,6 +159,16 @@ def _compile(text: str, spec: KernelSpec, program_options: ProgramOptions) -> by
         raise CompileError(what, str(error)) from error
 
 
+def with_line_info(spec: KernelSpec, arch: str, folder: Path) -> bytes:
+    """Return `spec` compiled for `arch` with the lines of its text, which is written to `folder`
+    for a profiler to show. No cache has it; raises as `compile_kernel` does."""
+    nvrtc_version()
+    path = folder / spec.file
+    path.write_text(file_text(spec.file), encoding="utf-8")
+    text = program_text(spec).replace(f'#line 1 "{spec.file}"', f'#line 1 "{path}"', 1)
+    return _compile(text, spec, options(arch, name=spec.entry, lineinfo=True))
+
+
 def ptx_of(spec: KernelSpec, arch: str) -> str:
     """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU, and raises as
     `compile_kernel` does."""
@@ -246,8 +256,9 @@ def bundle_files(
     return {MANIFEST: json.dumps(manifest, indent=1) + "\n", **entries}
 
 
-def open_kernels(folder: Path, arch: str) -> KernelBundle:
-    """Look for kernels in the bundle at `folder` from now on, before anywhere else.
+def open_kernels(folder: Path, arch: str, *, whole: bool = True) -> KernelBundle:
+    """Look for kernels in the bundle at `folder` from now on, before anywhere else. Where it should
+    be `whole`, the first kernel that it lacks is a warning.
 
     Raises:
         DataError: it is no bundle, or was made of other kernel sources.
@@ -272,6 +283,8 @@ def open_kernels(folder: Path, arch: str) -> KernelBundle:
     bundle = KernelBundle(folder.resolve(), arch)
     with uninterrupted, _lock:
         _opened = (bundle, *(other for other in _opened if other != bundle))
+        if not whole:
+            _incomplete.add(bundle)
     return bundle
 
 

@@ -33,7 +33,7 @@ from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem, product
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
-from confpred.problem.operation import Launch, Operation, Plan
+from confpred.problem.operation import Launch, LibraryPlan, Operation
 
 # Tiles. A plan is known to cuDNN by engine and knobs, which are numbers. How it tiles the matrix
 # product of a convolution stands in the name of its kernel, and a profiler sees threads, registers
@@ -221,10 +221,10 @@ class CudnnPlans:
 
     def launch(self, problem: Problem | ConvNd, row: int) -> Launch:
         plans = self._table()
-        release = int(plans.configs[RELEASE][row])
+        release = release_text(int(plans.configs[RELEASE][row]))
         tf32 = bool(plans.notes["tensor_core"][row]) and problem.dtype == "float32"
         error = largest_error(problem, tf32=tf32)
-        return Launch((), plan=Plan("cudnn", release_text(release), self._dict(row), tf32, error))
+        return Launch((), plan=LibraryPlan("cudnn", release, self._dict(row), tf32, error))
 
     def _dict(self, row: int | np.intp) -> dict[str, int]:
         config = self.configs[row]

@@ -34,7 +34,7 @@ from confpred.families.registry import operation_of
 from confpred.problem.conv import LAYOUTS, ConvNd
 from confpred.problem.conv2d import PAIRS, Problem
 from confpred.problem.device import Device
-from confpred.problem.operation import SCRATCH, Operand, Plan
+from confpred.problem.operation import SCRATCH, LibraryPlan, Operand
 
 log = logging.getLogger(__name__)
 _of_thread = threading.local()
@@ -105,7 +105,7 @@ class Plans:
         self._offered: Graph | None = None
         _handle(ordinal)
 
-    def build(self, plan: Plan) -> BuiltPlan:
+    def build(self, plan: LibraryPlan) -> BuiltPlan:
         """Return `plan`, built and ready to be bound.
 
         Raises:
@@ -118,12 +118,12 @@ class Plans:
         with driver.outside_capture():
             return self._kept(key) or self._new(plan, key)
 
-    def is_of_this_release(self, plan: Plan) -> bool:
+    def is_of_this_release(self, plan: LibraryPlan) -> bool:
         """Whether `plan` is of the cuDNN that is installed; another one numbers its engines and
         knobs as it likes, and has its own order of them."""
         return plan.version == release_text(release())
 
-    def _new(self, plan: Plan, key: str) -> BuiltPlan:
+    def _new(self, plan: LibraryPlan, key: str) -> BuiltPlan:
         if self._offered is None:
             self._offered = Graph(self._problem, handle=_handle(self._ordinal))
         offered = self._offered
@@ -158,7 +158,7 @@ class Plans:
         workspace: int = graph.get_workspace_size_plan_at_index(index)
         return BuiltPlan(workspace, graph, index, self._uids, self._ordinal)
 
-    def _key(self, plan: Plan) -> str:
+    def _key(self, plan: LibraryPlan) -> str:
         """Return the name of the plan's cache entry: all that decides its bytes."""
         library = front_end()
         facts = (

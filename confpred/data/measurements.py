@@ -39,16 +39,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row.
+    """One row of the data files.
 
     Attributes:
         problem: the layer that was computed.
-        networks: that the problem comes from; empty for coverage problems.
-        provider: of the candidate.
-        source_digest: as of `confpred.sampler.tasks.Task`.
-        run: what all rows of the run share.
+        networks: networks that have the problem; empty for coverage problems.
+        provider: provider of the candidate.
+        source_digest: see `confpred.sampler.tasks.Task`.
+        run: the columns that all rows of the run share.
         outcome: the result; each of its fields is a column.
-        time: when, UTC, ISO 8601.
+        time: time of the measurement, UTC, ISO 8601.
     """
 
     problem: Record
@@ -92,7 +92,7 @@ def problem_of_row(row: Mapping[str, Any], kind: type[_R]) -> _R:
     """Return the problem of class `kind` in a flat row.
 
     Raises:
-        InvalidProblem: the row's values describe none.
+        InvalidProblem: the row's values describe no problem.
     """
     fields: dict[str, Any] = {}
     for name, type_ in ((field.name, str(field.type)) for field in dataclasses.fields(kind)):

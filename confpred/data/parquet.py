@@ -36,13 +36,13 @@ from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 
 _OPERATION = "operation"
-_NUMBERS = {"int": pa.int32(), "float": pa.float64(), "bool": pa.bool_()}  # all else is text
+_NUMBERS = {"int": pa.int32(), "float": pa.float64(), "bool": pa.bool_()}  # others are text
 #: Columns that files of confpred 0.1.0 lack; they are read as if empty.
 _ADDED = ("cudnn", "cudnn_mode")
 
 
 def schema(operation: Operation) -> pa.Schema:
-    """Names and types of the columns, in the order of `Measurement.to_row`."""
+    """Return names and types of the columns, in the order of `Measurement.to_row`."""
     kinds = {**operation.problem.column_types()}
     kinds |= dict.fromkeys(("networks", "family", "config"), "str") | OWN_COLUMNS
     kinds |= {field.name: str(field.type) for field in dataclasses.fields(Run)}
@@ -51,16 +51,16 @@ def schema(operation: Operation) -> pa.Schema:
 
 
 def problem_columns(operation: Operation) -> list[str]:
-    """Names of the columns that identify a problem."""
+    """Return the names of the columns that identify a problem."""
     return list(operation.problem.column_types())
 
 
-#: File of this machine, or of an object store.
+#: A file on this machine, or in an object store.
 File = Path | RemoteFile
 
 
 def operation_in(path: File) -> str:
-    """Name of the operation whose problems are in a file.
+    """Return the name of the operation whose problems are in a file.
 
     Raises:
         DataError: the file is missing, truncated or damaged.
@@ -70,7 +70,7 @@ def operation_in(path: File) -> str:
 
 
 def operation_of_file(path: File) -> Operation:
-    """Return the operation that a file of measurements is of.
+    """Return the operation whose measurements are in a file.
 
     Raises:
         DataError: it cannot be read, or no family computes that operation.
@@ -83,7 +83,7 @@ def operation_of_file(path: File) -> Operation:
 
 @contextlib.contextmanager
 def _opened(path: File, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open a file; whatever is wrong with it in the block is a DataError that names it."""
+    """Open a file; any error in the ``with`` block becomes a DataError that names the file."""
     try:
         with path.open("rb") as file:
             yield pq.ParquetFile(file, page_checksum_verification=True, **options)
@@ -93,12 +93,13 @@ def _opened(path: File, **options: Any) -> Iterator[pq.ParquetFile]:
 
 
 def _operation_of(file: pq.ParquetFile) -> str:
-    found = file.schema_arrow.metadata or {}
-    return str(found.get(_OPERATION.encode(), b"").decode(errors="replace"))
+    metadata = file.schema_arrow.metadata or {}
+    return str(metadata.get(_OPERATION.encode(), b"").decode(errors="replace"))
 
 
 def unknown_operation(path: File, name: str) -> DataError:
-    """Error for a file of an operation that no family computes, or that names none."""
+    """Return the error for a file of an operation that no family computes, or without a name of
+    one."""
     if name:
         return DataError(f"{path} is of operation {name!r}, which no family computes")
     return DataError(
@@ -110,15 +111,15 @@ def unknown_operation(path: File, name: str) -> DataError:
 def read(
     path: File, operation: Operation, columns: Sequence[str] | None = None, *, unnamed: bool = False
 ) -> pa.Table:
-    """Return the rows of one file, with all columns or only `columns`; `unnamed`, also of a file
-    whose metadata name no operation.
+    """Return the rows of one file, with all columns or only `columns`. With `unnamed`, the file's
+    metadata need not name the operation.
 
     Raises:
         DataError: the file is missing, truncated or damaged, is of another operation, or lacks a
             column.
     """
-    known = schema(operation)
-    names = known.names if columns is None else list(columns)
+    full = schema(operation)
+    names = full.names if columns is None else list(columns)
     with _opened(path) as file:
         holds, present = _operation_of(file), file.schema_arrow.names
         if not holds and not unnamed:
@@ -128,26 +129,26 @@ def read(
         absent = [name for name in names if name in _ADDED and name not in present]
         # One thread: a process that ends soon afterwards would sometimes abort because Arrow is
         # still starting threads.
-        found = file.read([name for name in names if name not in absent], use_threads=False)
+        table = file.read([name for name in names if name not in absent], use_threads=False)
         for name in absent:
-            found = found.append_column(name, pa.array([""] * found.num_rows, pa.string()))
-        wanted = pa.schema([known.field(name) for name in names], known.metadata)
-        table = found.select(names).cast(wanted)
+            table = table.append_column(name, pa.array([""] * table.num_rows, pa.string()))
+        wanted = pa.schema([full.field(name) for name in names], full.metadata)
+        table = table.select(names).cast(wanted)
         table.validate(full=True)  # finds texts that are not UTF-8, for instance
     return table
 
 
 def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: int) -> None:
-    """Check, before a file is read, that it has at most so many `rows`, of `size` bytes in all, and
-    no longer `text`: a few bytes can stand for gigabytes.
+    """Check, before a file is read, that it has at most `rows` rows, of `size` bytes in all, and no
+    text longer than `text` bytes: a small compressed file can unpack to gigabytes.
 
     Raises:
-        DataError: it has more, or is damaged.
+        DataError: the file has more, or is damaged.
     """
     texts = [field.name for field in schema(operation) if pa.types.is_string(field.type)]
     with _opened(path, read_dictionary=texts) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        count, unpacked = file.metadata.num_rows, sum(each.total_byte_size for each in groups)
+        count, unpacked = file.metadata.num_rows, sum(group.total_byte_size for group in groups)
         if not 0 < count <= rows or unpacked > size:
             raise DataError(
                 f"{count} rows of {unpacked} bytes; allowed: 1 to {rows} rows, of {size} bytes"
@@ -156,7 +157,7 @@ def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: 
             in_all = 0
             for part in file.read(columns=[name], use_threads=False)[name].chunks:
                 if not pa.types.is_dictionary(part.type):
-                    break  # no text, which reading refuses
+                    break  # not a text column; reading refuses it
                 lengths = pc.binary_length(part.dictionary).fill_null(0)
                 longest = pc.max(lengths).as_py() or 0
                 in_all += pc.sum(lengths.take(part.indices)).as_py() or 0
@@ -168,8 +169,8 @@ def check_size(path: Path, operation: Operation, *, rows: int, size: int, text: 
 
 
 def write(table: pa.Table, path: File, *, replace: bool = True) -> None:
-    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies; `replace`
-    as `write_whole` has it.
+    """Write `table` to `path`, whole or not at all, with checksums that `read` verifies; for
+    `replace`, see `write_whole`.
 
     Raises:
         StorageError: the file system, or the object store, refused.
@@ -187,9 +188,9 @@ def write_rows(rows: Sequence[Mapping[str, Any]], operation: Operation, path: Fi
     write(pa.Table.from_pylist(list(rows), schema(operation)), path)
 
 
-#: The column that says where a row comes from; see `CheckedRows`.
+#: The column with a row's number among all files; see `CheckedRows`.
 ROW = "row"
-#: Columns of the versions that times depend on, beside the kernels.
+#: Columns of the versions, other than the kernels', that times depend on.
 MEASURED_WITH = ("driver", "cudnn")
 _TEXTS = (
     *("networks", "family", "config", "source_digest", "device", "status", "cudnn_mode"),
@@ -202,13 +203,13 @@ _MOST_REGISTERS = 1024  # no device's threads have as many
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedRows:
-    """Rows without an impossible value, save combinations of sizes that describe no problem.
+    """Rows whose values are each possible; a combination of sizes may still describe no problem.
 
     Attributes:
         table: the columns that identify a problem, those of ``_TEXTS`` and ``_TIMES``,
             ``registers``, or all; and ``row``: how many rows of `files` come before it.
-        files: where the rows come from, in order.
-        ends: how many rows there are up to the end of each file.
+        files: the files that the rows are from, in order.
+        ends: number of rows up to the end of each file.
     """
 
     table: pa.Table
@@ -216,7 +217,7 @@ class CheckedRows:
     ends: tuple[int, ...]
 
     def error(self, row: int, error: InvalidInput) -> DataError:
-        """`error` with its position: the row that has this number in the column ``row``."""
+        """Return `error` with the file and row of the number `row` in the column ``row``."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return _error(self.files[file], row - (self.ends[file - 1] if file else 0), error)
 
@@ -224,7 +225,7 @@ class CheckedRows:
 def read_checked(
     files: Sequence[Path], operation: Operation, *, whole: bool = False
 ) -> CheckedRows:
-    """Return the rows of `files`, in their order; `whole`, with all columns.
+    """Return the rows of `files`, in their order; with `whole`, all columns.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a value is not allowed; the error
@@ -241,12 +242,12 @@ def read_checked(
 
 
 def _check(file: Path, table: pa.Table, columns: Sequence[str], operation: Operation) -> None:
-    """Refuse the first wrong value of the first rule that is broken."""
-    for name, wrong, allowed, known in _rules(table, columns, operation):
+    """Raise an error for the first wrong value of the first broken rule."""
+    for name, wrong, allowed, names in _rules(table, columns, operation):
         row = pc.index(wrong, True).as_py()
         if row >= 0:
             value = table[name][row].as_py()
-            for near in difflib.get_close_matches(value, known, 1, cutoff=0.0) if known else ():
+            for near in difflib.get_close_matches(value, names, 1, cutoff=0.0) if names else ():
                 allowed += f"; the nearest is {near!r}"
             raise _error(file, row, InvalidInput(name, value, allowed))
 
@@ -254,7 +255,8 @@ def _check(file: Path, table: pa.Table, columns: Sequence[str], operation: Opera
 def _rules(
     table: pa.Table, columns: Sequence[str], operation: Operation
 ) -> Iterator[tuple[str, pa.ChunkedArray, str, Sequence[str]]]:
-    """Yield of each rule a column, which values break it, what is allowed, and names of that."""
+    """Yield for each rule a column, the mask of wrong values, the allowed values in words, and
+    their names if the nearest is to be suggested."""
     for name in columns:
         if table[name].null_count:
             yield name, table[name].is_null(), "a value in every row", ()
@@ -266,9 +268,9 @@ def _rules(
     registers = table[_REGISTERS]
     outside = pc.or_(pc.less(registers, 0), pc.greater_equal(registers, _MOST_REGISTERS))
     yield _REGISTERS, outside, f"a number from 0 to {_MOST_REGISTERS - 1}", ()
-    families = [name for name, each in all_families().items() if each.operation is operation]
-    known = [PYTORCH, *families]
-    yield "family", _not_in(table["family"], known), " or ".join(known), known
+    families = [name for name, family in all_families().items() if family.operation is operation]
+    providers = [PYTORCH, *families]
+    yield "family", _not_in(table["family"], providers), " or ".join(providers), providers
     for family in pc.unique(table["family"]).to_pylist():
         words = list(config_ids(family))
         wrong = pc.and_(pc.equal(table["family"], family), _not_in(table["config"], words))
@@ -284,25 +286,25 @@ def _error(file: Path, row: int, error: InvalidInput) -> DataError:
 
 
 _SHARDS = "rows-*.parquet"
-#: Files of `add_part`, which are read as the sampler's shards are.
+#: Files that `add_part` writes; they are read as the sampler's shards are.
 _PARTS = "part-*.parquet"
 #: Files of configs that every run measures again (`confpred.sampler.tasks`).
 ANCHORS = "anchors-*.parquet"
 #: The columns that distinguish rows of a problem, beside the problem's own.
 _ROW = ("device", "run_id", "family", "config", "cudnn_mode", "time")
-#: Columns that identify a measurement beside its problem, whoever sends it under whatever run id.
+#: Columns that, with those of its problem, identify a measurement under any run id.
 _CONTENT = ("device", "family", "config", "source_digest", "cudnn_mode", "status", "time_ms")
-#: Column of the parts that a service has admitted: the digest of a row's content.
+#: Column in the parts that a service has admitted: digest of a row's content.
 CONTENT = "content"
-_MOST_PARTS = 99  # of a day
-_READERS = 16  # of an object store's files at a time
+_MOST_PARTS = 99  # of one day
+_READERS = 16  # files of an object store that are read at a time
 
 
 def shards_in(folder: Folder, *, anchors: bool = False) -> list[File]:
     """Return the shards and parts of a folder, or the shards of its `anchors`, sorted by name.
 
     Raises:
-        InvalidInput: it is no folder.
+        InvalidInput: `folder` is no folder.
         StorageError: the object store cannot be read.
     """
     if not folder.is_dir():
@@ -312,7 +314,7 @@ def shards_in(folder: Folder, *, anchors: bool = False) -> list[File]:
 
 
 def is_shard_of(file: Path, folder: Folder) -> bool:
-    """Whether a file of this name would be one of the shards or parts of `folder`."""
+    """Return whether a file of this name would be one of the shards or parts of `folder`."""
     if not isinstance(folder, Path):
         return False
     same = file.parent.exists() and folder.exists() and file.parent.samefile(folder)
@@ -323,18 +325,18 @@ def read_shards(
     folder: Folder, operation: Operation, columns: Sequence[str], *, anchors: bool = False,
     unnamed: bool = False,
 ) -> pa.Table:  # fmt: skip
-    """Return the rows of all shards and parts of a folder, or of its `anchors`; `unnamed` is that
-    of `read`.
+    """Return the rows of all shards and parts of a folder, or of its `anchors`; for `unnamed`, see
+    `read`.
 
     Raises:
-        InvalidInput: it is no folder.
+        InvalidInput: `folder` is no folder.
         DataError: a shard is damaged or foreign.
     """
-    known = schema(operation)
-    wanted = pa.schema([known.field(name) for name in columns], known.metadata)
+    full = schema(operation)
+    wanted = pa.schema([full.field(name) for name in columns], full.metadata)
     shards = shards_in(folder, anchors=anchors)
     one = partial(read, operation=operation, columns=columns, unnamed=unnamed)
-    # An object store takes long to answer.
+    # A request to an object store takes long.
     with ThreadPoolExecutor(1 if isinstance(folder, Path) else _READERS) as readers:
         return pa.concat_tables([wanted.empty_table(), *readers.map(one, shards)])
 
@@ -344,8 +346,8 @@ def merge(
     operation: Operation | None = None,
 ) -> int:  # fmt: skip
     """Write the rows of all shards or parts of `folders`, or of their `anchors`, to one `file`,
-    sorted by problem; returns how many. `replace`: the file may exist. `operation`: that of shards
-    which name none; None refuses such shards.
+    sorted by problem, and return how many. With `replace`, the file may exist. `operation` is that
+    of shards that name none; None refuses such shards.
 
     Raises:
         DataError: a shard is damaged, or a folder has none.
@@ -360,17 +362,18 @@ def add_part(
     folders: Sequence[Folder], folder: Path, *, anchors: bool = False,
     operation: Operation | None = None,
 ) -> tuple[Path, int] | None:  # fmt: skip
-    """Write the rows of `folders` that no part of `folder` has to a new part, sorted by problem.
+    """Write the rows of `folders` that no part of `folder` has yet to a new part, sorted by
+    problem.
 
     Args:
-        folders: of shards, or of parts.
-        folder: of parts; made if missing. The new part bears the day (UTC), as in
+        folders: folders of shards, or of parts.
+        folder: folder of parts; made if missing. The new part bears the day (UTC), as in
             ``part-2026-11-24.parquet``, ``part-2026-11-24_02.parquet``: the last one by name.
         anchors: merge the shards of anchors, and no others.
-        operation: that of shards which name none; None refuses such shards.
+        operation: operation of shards that name none; None refuses such shards.
 
     Returns:
-        The new part and how many rows it has; None where the parts have all rows already.
+        The new part and how many rows it has; None if the parts have all rows already.
 
     Raises:
         InvalidInput: `folder` has shards of a sampler, or there are too many parts of this day.
@@ -380,9 +383,9 @@ def add_part(
     if any(path for pattern in (_SHARDS, ANCHORS) for path in folder.glob(pattern)):
         raise InvalidInput("file", str(folder), "a folder without a sampler's shards")
     table, kind = _joined(folders, operation, anchors)
-    known = [*problem_columns(kind), *_ROW]
-    parts = (read(part, kind, known) for part in sorted(folder.glob("*.parquet")))
-    number = rows_beyond(table, parts, known)
+    keys = [*problem_columns(kind), *_ROW]
+    parts = (read(part, kind, keys) for part in sorted(folder.glob("*.parquet")))
+    number = rows_beyond(table, parts, keys)
     if not len(number):
         return None
     path = _new_part(folder)
@@ -393,7 +396,7 @@ def add_part(
 def rows_beyond(
     table: pa.Table, others: Iterable[pa.Table], keys: Sequence[str]
 ) -> NDArray[np.intp]:
-    """Return the numbers of the rows of `table` whose `keys` no row of `others` has."""
+    """Return the numbers of the rows of `table` whose `keys` are in no row of `others`."""
     number = np.arange(table.num_rows)
     for other in others:
         left = table.select(keys).take(number).append_column("number", pa.array(number))
@@ -404,8 +407,8 @@ def rows_beyond(
 
 
 def content_of(table: pa.Table, operation: Operation) -> NDArray[np.int64]:
-    """Return a digest of each row's problem, config and time: rows of one digest are one
-    measurement, under whatever run id and time of day."""
+    """Return a digest of each row's problem, config and time: rows with one digest are the same
+    measurement, under any run id and time of day."""
     columns = [pc.cast(table[n], pa.string()) for n in (*problem_columns(operation), *_CONTENT)]
     words = pc.binary_join_element_wise(*columns, "|", null_handling="replace")
     digests = b"".join(blake2b(row.encode(), digest_size=8).digest() for row in words.to_pylist())
@@ -413,20 +416,21 @@ def content_of(table: pa.Table, operation: Operation) -> NDArray[np.int64]:
 
 
 def new_rows(table: pa.Table, parts: Sequence[Path], operation: Operation) -> pa.Table:
-    """Return the rows of `table` whose content no part has, each once, with a column of it."""
+    """Return the rows of `table` whose content no part has, without duplicates, with a column of
+    their content."""
     content, first = np.unique(content_of(table, operation), return_index=True)
     for part in parts:
         with pq.ParquetFile(part) as file:
             if CONTENT in file.schema_arrow.names:
-                known = file.read(columns=[CONTENT], use_threads=False)[CONTENT].to_numpy()
-                new = ~np.isin(content, known)
+                stored = file.read(columns=[CONTENT], use_threads=False)[CONTENT].to_numpy()
+                new = ~np.isin(content, stored)
                 content, first = content[new], first[new]
     order = np.argsort(first)
     return table.take(first[order]).append_column(CONTENT, pa.array(content[order]))
 
 
 def _new_part(folder: Path) -> Path:
-    """Return the first name of today that no part of `folder` has."""
+    """Return the first file name of today that no part of `folder` has."""
     day = datetime.now(timezone.utc).date().isoformat()
     # In the order of names, "_02.parquet" comes after ".parquet".
     for ending in ("", *(f"_{number:02}" for number in range(2, _MOST_PARTS + 1))):
@@ -439,8 +443,8 @@ def _new_part(folder: Path) -> Path:
 def _joined(
     folders: Sequence[Folder], operation: Operation | None, anchors: bool
 ) -> tuple[pa.Table, Operation]:
-    """Return the rows of all shards of `folders`, sorted by problem, and their operation: that of
-    the first shard where none is given. Reading refuses shards of another one."""
+    """Return the rows of all shards of `folders`, sorted by problem, and their operation: by
+    default that of the first shard. Reading refuses shards of another one."""
     shards = (shard for folder in folders for shard in shards_in(folder, anchors=anchors))
     kind = operation or next(map(operation_of_file, shards), CONVOLUTION)
     tables, how = [], {"anchors": anchors, "unnamed": operation is not None}

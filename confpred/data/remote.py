@@ -1,7 +1,7 @@
 """Folders of an object store, by fsspec: ``s3://bucket/runs``, ``gs://bucket/runs``.
 
-They have what the sampler and its readers use of a `pathlib.Path`. A file is one object, written by
-one request, so it is there whole or not at all.
+They have the methods of `pathlib.Path` that the sampler and its readers use. A file is one object,
+written by one request, so it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from urllib.request import url2pathname
 from confpred.errors import ConfpredError, FolderBusy, InvalidInput, StorageError
 from confpred.files import write_whole
 
-#: A lease that was not renewed for so long is of a dead sampler.
+#: Seconds after which a lease that was not renewed counts as that of a dead sampler.
 LEASE_S = 300.0
 _RENEW_S = 30.0
-#: Two that take the same lease over are apart by no more than this.
+#: Most seconds between two samplers that take over the same lease.
 _SETTLED_S = 1.0
 
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """One object: its URL, its path in the file system, and that."""
+    """One object: its URL, its path in the file system, and the file system."""
 
     url: str
     path: str
@@ -53,7 +53,7 @@ class RemoteFile:
         """Write the object whole; with `new`, only if there is none.
 
         Raises:
-            FileExistsError: there is one, and it had to be new.
+            FileExistsError: `new`, and the object exists.
             StorageError: the object store refused.
         """
         with self._storing("write"):
@@ -84,7 +84,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A prefix of an object store; it is there even where it is empty."""
+    """A prefix of an object store; it exists even if it is empty."""
 
     url: str
     root: str
@@ -97,24 +97,24 @@ class RemoteFolder:
         return RemoteFile(f"{self.url}/{name}", f"{self.root}/{name}", self.fs)
 
     def is_dir(self) -> bool:
-        """Return True: a prefix needs no making."""
+        """Return True, because every prefix exists."""
         return True
 
     def glob(self, pattern: str) -> list[RemoteFile]:
-        """Return the objects right in this folder whose names match.
+        """Return the objects directly in this folder whose names match.
 
         Raises:
             StorageError: the object store refused.
         """
         try:
             self.fs.invalidate_cache(self.root)
-            found = self.fs.glob(f"{self.root}/{pattern}")
+            paths = self.fs.glob(f"{self.root}/{pattern}")
         except Exception as error:
             raise StorageError(f"cannot list {self.url}: {error}") from error
-        return [self / str(path).rpartition("/")[2] for path in found]
+        return [self / str(path).rpartition("/")[2] for path in paths]
 
 
-#: Folder of this machine, or of an object store.
+#: A folder on this machine, or in an object store.
 Folder = Path | RemoteFolder
 
 
@@ -122,7 +122,7 @@ def folder_at(text: str) -> Folder:
     """Return the folder that a path or a URL names.
 
     Raises:
-        InvalidInput: the URL is of no kind that fsspec knows.
+        InvalidInput: fsspec does not know this kind of URL.
         ConfpredError: the package for such URLs is not installed.
     """
     if "://" not in text:
@@ -148,7 +148,7 @@ def read_bytes(file: Path | RemoteFile) -> bytes | None:
 
 
 def write_bytes(file: Path | RemoteFile, content: bytes) -> None:
-    """Write a file whole; raises a StorageError where that is refused."""
+    """Write a file whole; raise a StorageError if that is refused."""
     if isinstance(file, RemoteFile):
         file.write_bytes(content)
     else:
@@ -156,8 +156,8 @@ def write_bytes(file: Path | RemoteFile, content: bytes) -> None:
 
 
 def _process_space() -> str:
-    """Return what tells the processes of this machine's start and container from those of others,
-    whose host may have the same name; nothing where the system does not say."""
+    """Return an identifier of this machine's start and container, because hosts may share a name;
+    empty if the system has none."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -165,8 +165,8 @@ def _process_space() -> str:
 
 
 class Lease:
-    """The right of one sampler to write to a remote folder, kept by an object that is made only if
-    there is none, and renewed while the sampler lives.
+    """The right of one sampler to write to a remote folder: an object that is created only if there
+    is none, and renewed while the sampler lives.
 
     Raises:
         FolderBusy: another sampler holds the folder.
@@ -198,7 +198,7 @@ class Lease:
                 self._file.unlink()
 
     def renew(self) -> None:
-        """Say that this sampler lives, now and then.
+        """Renew the lease, if it is due.
 
         Raises:
             FolderBusy: another sampler has taken the folder over.
@@ -218,7 +218,7 @@ class Lease:
         if not self._dead(held):
             if time.time() - float(held.get("time", 0)) < LEASE_S:
                 raise self._busy(held)
-            time.sleep(2 * _RENEW_S)  # one of the clocks may be wrong, and who lives renews
+            time.sleep(2 * _RENEW_S)  # a clock may be wrong; a living sampler renews meanwhile
             if self._held() != held:
                 raise self._busy(held)
         self._file.unlink()
@@ -226,12 +226,12 @@ class Lease:
             self._file.write_bytes(self._content(), new=True)
         except FileExistsError:
             raise self._busy(self._held()) from None
-        time.sleep(_SETTLED_S)  # another one may have removed it for that of the dead sampler
+        time.sleep(_SETTLED_S)  # another may take this lease for the dead sampler's, and remove it
         if (held := self._held()).get("token") != self._holder["token"]:
             raise self._busy(held)
 
     def _dead(self, held: dict[str, Any]) -> bool:
-        """Whether the holder was a process of this machine, and is no more."""
+        """Return whether the holder was a process of this machine that has ended."""
         if not held.get("processes") or held["processes"] != self._holder["processes"]:
             return False
         try:

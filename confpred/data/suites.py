@@ -66,8 +66,8 @@ def read_suite(path: Path) -> Suite:
         raise DataError(f'{path}: "name" must be a text that is not empty')
     operation = content.get("operation", CONVOLUTION.name)
     if not isinstance(operation, str) or operation not in all_operations():
-        known = " or ".join(all_operations())
-        raise DataError(f'{path}: "operation" must be {known}, not {operation!r}')
+        names = " or ".join(all_operations())
+        raise DataError(f'{path}: "operation" must be {names}, not {operation!r}')
     if not isinstance(problems, list) or not 1 <= len(problems) <= MAX_PROBLEMS:
         raise DataError(f'{path}: "problems" must be a list of 1 to {MAX_PROBLEMS} problems')
     kind = all_operations()[operation].problem
@@ -76,7 +76,7 @@ def read_suite(path: Path) -> Suite:
 
 def read_shapes(path: Path, operation: Operation) -> Suite:
     """Return the calls of a kernel in the file at `path`, a JSON list of objects of fields. Each
-    call is a network of its own, so that a model is judged on sizes that it has not seen.
+    call is a network of its own, so that a model is judged on sizes that it was not trained on.
 
     Raises:
         DataError: the file cannot be read, is no such list, or holds no or too many calls.
@@ -96,10 +96,10 @@ def read_shapes(path: Path, operation: Operation) -> Suite:
 
 
 def join(suites: Sequence[Suite]) -> Suite:
-    """One suite of the problems of several, in their order.
+    """Return one suite of the problems of several, in their order.
 
     Raises:
-        InvalidInput: they are of different operations.
+        InvalidInput: the suites are of different operations.
     """
     entries = tuple(entry for suite in suites for entry in suite.entries)
     kinds = {type(entry.problem).__name__ for entry in entries}

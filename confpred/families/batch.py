@@ -1,10 +1,10 @@
-"""Problems side by side, for formulas that are written for one.
+"""Batches of problems, so that formulas written for one problem compute many at once.
 
 A family's formulas are arithmetic on the numbers of a problem and the columns of its config table.
-`ProblemBatch` has arrays in place of these numbers, under the same names, so that a formula
-answers for many problems with as few array operations as for one; the answers are the same to the
-bit. Decisions, which are no arithmetic, are worked out for each problem by `ProblemBatch.each`. All
-that is asked for is kept, as a formula asks for many things again.
+`ProblemBatch` has arrays under the same names in place of these numbers, so a formula takes as few
+array operations for many problems as for one, with the same results to the bit. A function that
+branches is called for each problem, by `ProblemBatch.map`. Results are cached, because formulas ask
+for the same values again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from confpred.families.protocol import Mask, Rows
 from confpred.problem.record import Record
 
-_Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 _Shaped = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 class Workings(SimpleNamespace):
-    """Arrays over some configs, by the names that a family's formulas give them."""
+    """Arrays over some configs, under the names that a family's formulas give them."""
 
 
 class ProblemBatch:
@@ -35,61 +35,63 @@ class ProblemBatch:
     the same for all, as of one problem alone; a tuple or a record becomes one of arrays.
 
     Attributes:
-        problems: which.
-        index: which of them each element of the arrays belongs to; None where the arrays are
-            columns of one element a problem, which meet the rows of a table by broadcasting, and
-            where there is but one problem.
+        problems: the problems of the batch.
+        index: position in `problems` of the problem of each array element; None in a batch of one
+            problem, and where arrays are columns of one element a problem, which broadcast against
+            the rows of a table.
     """
 
     def __init__(self, problems: Sequence[Record]) -> None:
         self.problems = tuple(problems)
         self.index: Rows | None = None
         self._shaped: _Shaped = lambda values: values[:, None]
-        self._flat: dict[Hashable, Any] = {}  # what is known, with one element a problem
-        self._known: dict[Hashable, Any] = {}  # the same in this view's shape
+        self._flat: dict[Hashable, Any] = {}  # cached values, with one element a problem
+        self._values: dict[Hashable, Any] = {}  # cached values in this view's shape
 
     def part(self, places: Sequence[int]) -> ProblemBatch:
-        """Those of the problems at `places`."""
+        """Return the batch of the problems at `places`."""
         if len(places) == len(self.problems):
             return self
         return ProblemBatch([self.problems[i] for i in places])
 
     def at(self, index: Rows) -> ProblemBatch:
         """Return the same problems, with arrays of an element for each of `index`."""
-        found = self._view(lambda values: values[index])
-        found.index = index
-        return found
+        view = self._view(lambda values: values[index])
+        view.index = index
+        return view
 
-    def each(self, function: Callable[[Any], _Found]) -> _Found:
-        """Return `function` of each problem."""
-        found = self._find(function, lambda: _stacked([function(p) for p in self.problems]))
-        return cast("_Found", found)
+    def map(self, function: Callable[[Any], _Value]) -> _Value:
+        """Return the values of `function`, which is called for each problem."""
+        value = self._cache(function, lambda: _stacked([function(p) for p in self.problems]))
+        return cast("_Value", value)
 
-    def once(self, formula: Callable[[Any], _Found]) -> _Found:
-        """Return `formula` of the batch, with one element a problem."""
-        found = self._find(formula, lambda: formula(self._view(lambda values: values)))
-        return cast("_Found", found)
+    each = map  # its former name, for families of plug-ins
 
-    def each_row(self, function: Callable[[Any], _Found], at: Rows | None = None) -> _Found:
-        """Return `function` of a problem, arrays over the rows of a table, at the rows `at`; where
-        there are several problems, at the pairs of them and these rows. By default, at all rows."""
-        found = [function(p) for p in self.problems]
-        if len(found) == 1:
-            return found[0] if at is None else picked(found[0], at)
+    def once(self, formula: Callable[[Any], _Value]) -> _Value:
+        """Return the value of `formula` for the whole batch, with one element a problem."""
+        value = self._cache(formula, lambda: formula(self._view(lambda values: values)))
+        return cast("_Value", value)
+
+    def each_row(self, function: Callable[[Any], _Value], at: Rows | None = None) -> _Value:
+        """Return the arrays that `function` computes of a problem over the rows of a table, at the
+        rows `at` (default: all); of several problems, at the pairs of `index` and `at`."""
+        arrays = [function(p) for p in self.problems]
+        if len(arrays) == 1:
+            return arrays[0] if at is None else picked(arrays[0], at)
         # Problems that share their arrays share one row of them.
-        distinct = {id(value): value for value in found}
-        places = {each: place for place, each in enumerate(distinct)}
-        which = np.array([places[id(value)] for value in found])
+        distinct = {id(value): value for value in arrays}
+        places = {array: place for place, array in enumerate(distinct)}
+        which = np.array([places[id(value)] for value in arrays])
         chosen: Any = which if at is None else (which[self.index], at)
         return picked(_rows_of([*distinct.values()]), chosen)
 
     def pairs(self, rows: Rows, kept: Mask) -> tuple[ProblemBatch, Rows]:
-        """Return the rows that are `kept`; where there are several problems, the pairs of one of
-        them and a row, those of a problem together and in the order of `rows`.
+        """Return the `kept` rows; of several problems, the pairs of a problem and a kept row,
+        problem by problem and in the order of `rows`.
 
         Args:
-            rows: of a table.
-            kept: which; of the shape that the problems' arrays and `rows` have together.
+            rows: row numbers of a table.
+            kept: mask of the shape to which the problems' arrays and `rows` broadcast.
         """
         if len(self.problems) == 1:
             return self, rows[kept]
@@ -99,36 +101,36 @@ class ProblemBatch:
         return self.at(index), rows[at]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # such as those by which copies and pickles are made
+        if name.startswith("_"):  # copy and pickle look for such names
             raise AttributeError(name)
-        found = self._find(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
-        self.__dict__[name] = found  # so that it is not asked for here again
-        return found
+        value = self._cache(name, lambda: _stacked([getattr(p, name) for p in self.problems]))
+        self.__dict__[name] = value  # the next access does not come here
+        return value
 
     def _view(self, shaped: _Shaped) -> ProblemBatch:
-        found = ProblemBatch(self.problems)
-        found._flat, found._shaped = self._flat, shaped
-        return found
+        view = ProblemBatch(self.problems)
+        view._flat, view._shaped = self._flat, shaped
+        return view
 
-    def _find(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        found = self._known.get(key)
-        if found is None:
+    def _cache(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        value = self._values.get(key)
+        if value is None:
             if key not in self._flat:
-                self._flat[key] = find()
-            found = self._flat[key]
+                self._flat[key] = compute()
+            value = self._flat[key]
             if len(self.problems) > 1:
-                found = _mapped(found, self._shaped)
-            self._known[key] = found
-        return found
+                value = _mapped(value, self._shaped)
+            self._values[key] = value
+        return value
 
 
-def picked(record: _Found, kept: Any) -> _Found:
+def picked(record: _Value, kept: Any) -> _Value:
     """Return a record of arrays at the elements `kept`: a mask, or the number of one."""
-    return cast("_Found", _mapped(record, lambda values: values[kept]))
+    return cast("_Value", _mapped(record, lambda values: values[kept]))
 
 
 def _rows_of(values: Sequence[Any]) -> Any:
-    """Return the arrays of several problems, or those of their workings, as rows."""
+    """Return the arrays of several problems stacked as rows, of one array or of one `Workings`."""
     if isinstance(values[0], np.ndarray):
         return np.stack(values)
     return Workings(**{n: np.stack([getattr(v, n) for v in values]) for n in vars(values[0])})
@@ -142,25 +144,25 @@ def _stacked(values: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(map(_stacked, zip(*values, strict=True)))
     if dataclasses.is_dataclass(first):
-        found = [_stacked([getattr(v, name) for v in values]) for name in _fields(first)]
-        return cast("Any", type(first))(*found)
+        fields = [_stacked([getattr(v, name) for v in values]) for name in _fields(first)]
+        return cast("Any", type(first))(*fields)
     return np.array(values)
 
 
-def _mapped(found: Any, shaped: _Shaped) -> Any:
-    """`found` with each array in another shape."""
-    if isinstance(found, np.ndarray):
-        return shaped(found)
-    if isinstance(found, tuple):
-        return tuple(_mapped(value, shaped) for value in found)
-    if isinstance(found, dict):
-        return {name: _mapped(value, shaped) for name, value in found.items()}
-    if isinstance(found, Workings):
-        return Workings(**_mapped(vars(found), shaped))
-    if dataclasses.is_dataclass(found):
-        names = _fields(found)
-        return cast("Any", type(found))(*(_mapped(getattr(found, n), shaped) for n in names))
-    return found
+def _mapped(value: Any, shaped: _Shaped) -> Any:
+    """Return `value` with `shaped` applied to each of its arrays."""
+    if isinstance(value, np.ndarray):
+        return shaped(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(part, shaped) for part in value)
+    if isinstance(value, dict):
+        return {name: _mapped(part, shaped) for name, part in value.items()}
+    if isinstance(value, Workings):
+        return Workings(**_mapped(vars(value), shaped))
+    if dataclasses.is_dataclass(value):
+        names = _fields(value)
+        return cast("Any", type(value))(*(_mapped(getattr(value, n), shaped) for n in names))
+    return value
 
 
 def _fields(record: Any) -> Sequence[str]:

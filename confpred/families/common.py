@@ -46,21 +46,22 @@ def macros(**values: int | str) -> tuple[tuple[str, int | str], ...]:
 
 
 def config_macros(config: np.void, fields: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Those `fields` of a config that its kernel is compiled for, named in capitals."""
+    """Return the macros of some `fields` of a config, named in capitals."""
     return tuple((name.upper(), int(config[name])) for name in fields)
 
 
 def epilogue_macros(problem: Problem | ConvNd) -> tuple[tuple[str, int | str], ...]:
-    """Macros for what is done with an image's sums before they are stored (``common.cuh``)."""
+    """Return the macros of the operations on an image's sums before they are stored
+    (``common.cuh``)."""
     flags = macros(HAS_BIAS=int(problem.bias), HAS_RESIDUAL=int(problem.residual))
     return (activation_macro(problem.activation), *flags)
 
 
 def agreed_macros(**sizes: Any) -> tuple[tuple[str, int], ...]:
-    """Return macros ``HOST_...`` for sizes that launch and kernel both work out, such as a block's
-    threads and its shared memory. The kernel asserts that both come to the same value, so that a
-    difference is a compile error. The sizes must follow from the other macros, or there would be
-    more kernels than those tell apart."""
+    """Return macros ``HOST_...`` of sizes that host and kernel both compute, such as a block's
+    threads and its shared memory. The kernel asserts that both are equal, so that a difference is a
+    compile error. The sizes must follow from the other macros; else there would be more kernels
+    than those distinguish."""
     return tuple((f"HOST_{name.upper()}", int(size)) for name, size in sizes.items())
 
 
@@ -103,7 +104,7 @@ def sum_step(
     scalars: Mapping[str, int],
 ) -> Step:
     """Return the step of the kernel `name`, which adds up the sums of a filter's gradient that
-    blocks have left in the scratch memory: `elements` of them, `columns` by a block, with
+    blocks have left in scratch memory: `elements` sums, `columns` of them by a block, with
     `thread_bytes` of shared memory for each of its threads."""
     smem_bytes = thread_bytes * SUM_THREADS
     agreed = agreed_macros(threads=SUM_THREADS, smem_bytes=smem_bytes, columns=columns)
@@ -113,7 +114,7 @@ def sum_step(
 
 
 def image_sizes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width of the image that a kernel reads, and of the one that it writes."""
+    """Return height and width of the image that a kernel reads, and of the one that it writes."""
     image, output = (problem.h, problem.w), (problem.p, problem.q)
     return (image, output) if problem.direction == "fprop" else (output, image)
 
@@ -125,9 +126,9 @@ def image_scalars(problem: Problem) -> dict[str, int]:
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
-    """How many parts `size` takes; of integers, of which `piece` is positive. Floats divide arrays
-    in half of the time, and without an error: below 2^53 no quotient is rounded to a whole number
-    that it is not."""
+    """Return how many pieces `size` takes; for integers, of which `piece` is positive. Floats
+    divide arrays in half of the time, and without an error: below 2^53 no quotient is rounded to a
+    whole number that it is not."""
     if isinstance(size, np.ndarray) or isinstance(piece, np.ndarray):
         return np.ceil(size / piece).astype(np.int64)
     return -(-size // piece)
@@ -146,22 +147,23 @@ def largest(*values: Any) -> Any:
 
 
 def allowed(reduction: Array, problem: Any) -> Mask:
-    """Which ways to add up sums serve a `problem` that may have to be deterministic."""
+    """Return the ways to add up sums that are legal for a `problem`, which may have to be
+    deterministic."""
     return (reduction != ATOMIC) | np.logical_not(problem.deterministic)
 
 
 def distinct_bands(size: int, bands: Array) -> Mask:
-    """Which counts of bands are worth offering for `size` rows. A band has at least two rows, as a
-    band of one row would read all of a filter's rows for it; and half as many bands must be larger
+    """Return which counts of bands to offer for `size` rows. A band has at least two rows, because
+    a band of one row would read a whole window to make it; and half as many bands must be larger
     ones, or the launch would be the same."""
     rows = ceil_div(size, bands)
     return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
 
 
 def well_filled(least: int, *tiles: tuple[Any, Any]) -> Mask:
-    """Which tiles are worth offering, given their size along each axis and what they cover there.
-    One twice as large as what it covers does the work of a smaller one, slower; those of at most
-    `least` slots serve whatever is smaller still."""
+    """Return which tiles to offer, from pairs of a tile's size along an axis and the size that it
+    covers there. A tile twice as large as what it covers does the work of a smaller one, slower;
+    the smallest tiles, of at most `least` places, are always offered."""
     filled: Mask = reduce(np.logical_and, (size < 2 * covered for size, covered in tiles))
     return filled | (reduce(np.multiply, (size for size, _ in tiles)) <= least)
 
@@ -194,8 +196,8 @@ class Occupancy:
     def of(
         cls, device: Device, blocks: Array, threads: Array, registers: Array, smem_bytes: Array
     ) -> Occupancy:
-        """How `device` is filled by `blocks` of `threads`, with so many `registers` a thread and so
-        many bytes of shared memory a block."""
+        """Return how `blocks` fill `device`: blocks of `threads`, each with so many `registers` a
+        thread and `smem_bytes` of shared memory."""
         smem = smem_bytes + device.smem_reserved_per_block
         per_sm = np.minimum(
             np.minimum(device.smem_per_sm // smem, device.regs_per_sm // (threads * registers)),
@@ -234,7 +236,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
     problems. Logarithms are to base 2."""
     p = problem
     # A ratio of integers, which may be too large for an array.
-    intensity = p.each(lambda each: each.flops / each.minimum_bytes)
+    intensity = p.map(lambda one: one.flops / one.minimum_bytes)
     sizes = (p.n, p.c, p.k, p.p, p.q, p.minimum_bytes, intensity)
     names = ("log_n", "log_c", "log_k", "log_p", "log_q", "log_bytes", "log_intensity")
     return {
@@ -250,7 +252,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": p.each(lambda each: ACTIVATIONS.index(each.activation)),
+        "activation": p.map(lambda one: ACTIVATIONS.index(one.activation)),
         "residual": p.residual,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),
@@ -261,8 +263,8 @@ def _log2(values: tuple[Any, ...]) -> list[Any]:
     """Return the logarithm of each of `values`, at once where they are numbers."""
     if any(isinstance(value, np.ndarray) for value in values):
         return [np.log2(value) for value in values]
-    found: list[Any] = np.log2(np.array(values, np.float64)).tolist()
-    return found
+    logarithms: list[Any] = np.log2(np.array(values, np.float64)).tolist()
+    return logarithms
 
 
 #: Operations of one product of the tensor cores, ``mma.m16n8k16``: 16 x 8 sums of 16 products, each
@@ -300,36 +302,37 @@ LAST_BLOCK_BYTES_PER_S = 50e9
 
 
 def memory_s(moved: int, device: Device, in_flight: Any) -> Floats:
-    """Time of device memory for `moved` bytes while each multiprocessor has `in_flight` bytes under
-    way; too few of them bound the rate."""
+    """Return the time of device memory for `moved` bytes while each multiprocessor has `in_flight`
+    bytes under way; too few of them bound the rate."""
     rate = np.minimum(device.dram_bytes_per_s, device.sm_count * in_flight / LOAD_S)
     return moved / rate
 
 
 def l2_s(loaded: Any, device: Device) -> Floats:
-    """Time of L2 for `loaded` bytes; a halo that blocks share counts for each of them."""
+    """Return the time of L2 for `loaded` bytes; a halo that blocks share counts for each of
+    them."""
     return loaded / (L2_RATE * device.dram_bytes_per_s)
 
 
 def products_s(products: Any, device: Device) -> Floats:
-    """Time of the tensor cores for so many `products` of them."""
+    """Return the time of the tensor cores for so many `products`."""
     return products * PRODUCT_FLOPS / (MMA_SYNC * device.tensor_flops)
 
 
 def instructions_s(instructions: Any, device: Device, issued: float = ISSUED) -> Floats:
-    """Time to issue so many `instructions` of threads; `device.simt_flops` counts a multiply-add as
-    two operations."""
+    """Return the time to issue so many `instructions` of threads; `device.simt_flops` counts a
+    multiply-add as two operations."""
     return instructions / (issued * device.simt_flops / 2)
 
 
 def waves_s(waves: Floats, wave_s: float, steps: Any, step_s: float) -> Floats:
-    """Time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of its
-    blocks."""
+    """Return the time that cannot be hidden: `wave_s` for each wave and `step_s` for each step of
+    its blocks."""
     return np.ceil(waves) * (wave_s + steps * step_s)
 
 
 def depthwise_adding_s(reduction: Array, sum_bytes: Any, device: Device) -> Floats:
-    """Time to add up the sums of a depthwise filter gradient's blocks: a second kernel reads all
-    that the first one has written; atomic additions happen in L2."""
+    """Return the time to add up the sums of a depthwise filter gradient's blocks: a second kernel
+    reads all that the first one has written; atomic additions happen in L2."""
     second = DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
     return np.where(reduction == TWO_KERNELS, second, DEPTHWISE_ADDING_S)

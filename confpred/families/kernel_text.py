@@ -1,4 +1,4 @@
-"""The text of the CUDA sources, and the digest by which measurements and models know it."""
+"""The text of the CUDA sources, and the digest that identifies it in measurements and models."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def file_text(name: str) -> str:
         FileNotFoundError: it is in none of these folders.
     """
     paths = (Path(folder) / name for folder in (confpred.kernels.__path__[0], *sys.path))
-    found = next(filter(Path.is_file, paths), None)
-    if found is None:
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
         raise FileNotFoundError(f"no CUDA source {name} in confpred.kernels or on Python's path")
-    text = found.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     return re.sub(r'#include "([\w.]+)"\n', lambda match: file_text(match[1]), text).replace(
         "#pragma once\n", ""
     )
@@ -39,7 +39,7 @@ def file_text(name: str) -> str:
 
 @cache
 def source_digest(file: str) -> str:
-    """Identity of a CUDA source with its includes, whatever the config: 16 hex digits.
+    """Return the identity of a CUDA source with its includes, whatever the config: 16 hex digits.
 
     The digest is of what the compiler sees: comments, blanks and line breaks do not count, except
     the line breaks that end a preprocessor directive. So mending a comment leaves measurements and
@@ -49,8 +49,9 @@ def source_digest(file: str) -> str:
 
 
 def identity_of(source: str) -> str:
-    """Identity of what launches of this source run (`confpred.problem.operation.Launch.source`): a
-    kernel's digest, or the name of a library's release itself.
+    """Return the identity of what launches of this source run
+    (`confpred.problem.operation.Launch.source`): a kernel's digest, or a library's name and
+    release.
 
     Raises:
         FileNotFoundError: there is no such CUDA source.
@@ -59,13 +60,13 @@ def identity_of(source: str) -> str:
 
 
 def meaning(text: str) -> str:
-    """CUDA source `text` as its tokens, one blank apart, with each directive on a line of its
-    own."""
+    """Return CUDA source `text` as its tokens, one blank apart, with each directive on a line of
+    its own."""
     plain = _COMMENT_OR_TEXT.sub(lambda match: match[1] or " ", text).replace("\\\n", " ")
-    found = []
+    tokens = []
     for directive, lines in groupby(plain.splitlines(), lambda line: line.lstrip()[:1] == "#"):
         if directive:
-            found += [f"\n{' '.join(_TOKEN.findall(line))}\n" for line in lines]
+            tokens += [f"\n{' '.join(_TOKEN.findall(line))}\n" for line in lines]
         else:  # at once, as no token goes beyond its line
-            found += _TOKEN.findall("\n".join(lines))
-    return " ".join(found)
+            tokens += _TOKEN.findall("\n".join(lines))
+    return " ".join(tokens)

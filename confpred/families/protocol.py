@@ -68,26 +68,28 @@ class Family(Protocol):
     def feature_names(self) -> tuple[str, ...]: ...
 
     def legal(self, problem: Any, device: Device) -> Mask:
-        """Which rows of `configs` compute `problem` correctly on `device`; all False if none."""
+        """Return the rows of `configs` that compute `problem` correctly on `device`, as a mask; all
+        False if none do."""
 
     def estimate_s(self, problem: Any, device: Device, rows: Rows) -> Floats:
-        """Seconds that an analytic model expects of each row; used where no model is trained."""
+        """Return the seconds of each row by an analytic model, for families without a trained
+        model."""
 
     def features(self, problem: Any, device: Device, rows: Rows) -> NDArray[np.float32]:
-        """Return the ``(len(rows), len(feature_names))`` matrix that the regressor is fed."""
+        """Return the ``(len(rows), len(feature_names))`` matrix of the regressor's inputs."""
 
     def launch(self, problem: Any, row: int) -> Launch:
-        """How config `row` computes `problem`: kernels, grids, arguments, workspace."""
+        """Return how config `row` computes `problem`: kernels, grids, arguments, workspace."""
 
 
 @runtime_checkable
 class Batched(Protocol):
-    """A family that answers for several problems at once, with the same results to the bit as
-    `Family.legal` and `Family.features` (`confpred.families.table`). A ``problem`` is one, or
-    `confpred.families.batch.ProblemBatch` of them.
+    """A family that computes several problems at once, with the same results to the bit as
+    `Family.legal` and `Family.features` (`confpred.families.table`). A ``problem`` is one problem,
+    or a `confpred.families.batch.ProblemBatch` of them.
 
     Attributes:
-        feature_names: as of a `Family`.
+        feature_names: see `Family`.
         whole: the config table, prepared for the other methods.
     """
 
@@ -97,49 +99,51 @@ class Batched(Protocol):
     def whole(self) -> Any: ...
 
     def serves(self, problem: Any) -> bool:
-        """Whether some config may compute one problem, as far as that depends on no config."""
+        """Return whether some config may compute the problem, by the rules that need no config."""
 
     def offered(self, problem: Any, device: Device, table: Any) -> tuple[Any, Rows, Any]:
-        """Which rows of `table`, counted from 0, compute a problem that the family `serves`.
+        """Return the rows of `table`, numbered from 0, that compute a problem which the family
+        `serves`.
 
         Returns:
-            The problem, or where they are several the problem of each pair; the rows, rising for
-            each problem; and what was worked out of them for `described`.
+            The problem or, of several, the problem of each pair; the rows, ascending for each
+            problem; and the workings of these rows, for `described`.
         """
 
     def described(
         self, problem: Any, device: Device, table: Any, at: Rows, workings: Any
     ) -> NDArray[np.float32]:
-        """Return the features of what `offered` returned, as formulas give them: a column of
-        ``features`` is a row here, ``(len(feature_names), rows)``."""
+        """Return the features of the pairs that `offered` returned, transposed: a feature is a row,
+        ``(len(feature_names), rows)``."""
 
 
 @runtime_checkable
 class LibraryFamily(Protocol):
     """A family whose candidates a library lists, problem by problem.
 
-    `Family.legal` says which configs the library has offered for problems of the same kind, which
-    takes no library; one that it does not offer for the very problem cannot be launched.
+    `Family.legal` needs no library: it returns the configs that the library has offered for
+    problems of the same kind. A config that the library does not offer for this very problem cannot
+    be launched.
     """
 
     def listed(self, problem: Any, device: Device) -> Mask:
-        """Which rows of `configs` the library that is installed here offers for `problem`.
+        """Return the rows of `configs` that the installed library offers for `problem`, as a mask.
 
         Raises:
-            MissingExtra: it is not installed.
+            MissingExtra: the library is not installed.
         """
 
 
 @runtime_checkable
-class Compiled(Protocol):
-    """A family that says what its kernels are compiled for, so that what the compiler made of one
-    is known for all configs and layers that share it. Its problems are `Problem` records, and its
-    features tell by ``registers`` and `confpred.model.features.OCCUPANCY` how a config fills a
-    device.
+class CompiledFamily(Protocol):
+    """A family that names the fields its kernels are compiled for, so that the registers of one
+    compiled kernel hold for all configs and layers that share it. Its problems are `Problem`
+    records, and its features ``registers`` and `confpred.model.features.OCCUPANCY` describe how a
+    config fills a device.
 
     Attributes:
-        kernel_fields: names of the config's fields that a kernel is compiled for, beside what the
-            problem's `confpred.problem.conv2d.Kind` has.
+        kernel_fields: names of the config's fields that a kernel is compiled for, beside the
+            fields of `confpred.problem.conv2d.Kind`.
     """
 
     @property
@@ -147,7 +151,8 @@ class Compiled(Protocol):
 
 
 def config_dict(family: Family, row: int) -> dict[str, int]:
-    """Config `row` as field names and plain integers, less what is ``ABSENT``."""
+    """Return config `row` as field names and plain integers, without the fields that are
+    ``ABSENT``."""
     fields: Any = family.configs.dtype.names
     pairs = zip(fields, family.configs[row].tolist(), strict=True)
     return {name: value for name, value in pairs if value != ABSENT}
@@ -155,24 +160,24 @@ def config_dict(family: Family, row: int) -> dict[str, int]:
 
 @runtime_checkable
 class Bounded(Protocol):
-    """A family that says itself which of its configs keep within limits: one whose launches take
-    long to lay out, do not tell, or are less exact than PyTorch's own operator."""
+    """A family with a method that tests its configs against limits, because its launches take long
+    to lay out, do not tell, or are less exact than PyTorch's operator."""
 
     def allowed(self, problem: Any, rows: Rows, limits: Limits) -> Mask:
         """Return a mask over `rows`, which are legal for `problem`."""
 
 
 def is_free(family: Family) -> bool:
-    """Whether all of its configs may run where nothing is limited, which need not be looked into:
-    it is not `Bounded`, or a library's, whose plans are as exact as PyTorch's operator."""
+    """Return whether all configs may run under no limits, so that none needs to be tested: the
+    family is not `Bounded`, or is a library's, whose plans are as exact as PyTorch's operator."""
     return isinstance(family, LibraryFamily) or not isinstance(family, Bounded)
 
 
 def within(
     family: Family, problem: Any, rows: Rows, limits: Limits, count: int | None = None
 ) -> Rows:
-    """Those of `rows` that keep within `limits`: all, or the first `count` of them. Launches are
-    laid out until these are found."""
+    """Return the rows among `rows` that keep within `limits`: all of them, or the first `count`. No
+    more launches are laid out than that takes."""
     if limits == UNLIMITED and is_free(family):
         return rows[:count]
     if isinstance(family, Bounded):

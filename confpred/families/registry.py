@@ -1,9 +1,9 @@
-"""The registry of kernel families: those of every module in a folder beside this file, those of
-libraries, and those of the modules elsewhere that the environment variable ``CONFPRED_FAMILIES``
-names, separated by commas.
+"""The registry of kernel families.
 
-A module defines ``FAMILY``, or ``FAMILIES`` if it has several. In one that defines neither, the
-Triton kernels under ``confpred.tuned`` are families.
+It has the families of every module in a folder beside this file, those of libraries, and those of
+the modules that the environment variable ``CONFPRED_FAMILIES`` names, separated by commas. A module
+defines ``FAMILY``, or ``FAMILIES`` if it has several. In a module that defines neither, the Triton
+kernels under ``confpred.tuned`` are families.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 PLUGINS = "CONFPRED_FAMILIES"
-#: Where algorithms and products of libraries are described as families; they need kernels'
-#: descriptions, and so are not beside this file.
+#: Modules whose families are libraries' algorithms and products; they import kernels'
+#: descriptions, so they are not beside this file.
 _LIBRARIES = (
     "confpred.cudnn.family",
     *(f"confpred.products.{name}" for name in ("im2col", "epilogue", "strassen")),
 )
-#: Families that are measured only where they are named. About a library's plans nothing is known
-#: before, im2col is legal for nearly all layers but fast for few, and kernels of other widths and
-#: filters wait for their first model.
+#: Families that are measured only on request: a library's plans cannot be estimated before they are
+#: measured, im2col is legal for nearly all layers but fast for few, and no model is trained yet for
+#: those in `WAITING`.
 WAITING = ("anywidth", "depthwise_large", "depthwise_multiplied")
 _ON_REQUEST = (
     "cudnn", "cudnn_nd", "im2col",
     *(f"{name}_{direction}" for name in WAITING for direction in DIRECTIONS),
 )  # fmt: skip
-#: Operations that are known without a look at the families.
+#: Operations that are looked up without importing any family.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 
 
-#: Families that no module in the environment variable lists; see `introduce`.
+#: Families that `introduce` registered in this process, by name.
 _introduced: dict[str, Family] = {}
 
 
@@ -62,19 +62,19 @@ def families_in(module: str) -> Sequence[Family]:
     Raises:
         ImportError: it cannot be imported.
     """
-    found = importlib.import_module(module)
-    if hasattr(found, "FAMILIES") or hasattr(found, "FAMILY"):
-        return getattr(found, "FAMILIES", None) or (found.FAMILY,)
-    kernels = (getattr(value, "family", None) for value in vars(found).values())
+    imported = importlib.import_module(module)
+    if hasattr(imported, "FAMILIES") or hasattr(imported, "FAMILY"):
+        return getattr(imported, "FAMILIES", None) or (imported.FAMILY,)
+    kernels = (getattr(value, "family", None) for value in vars(imported).values())
     return list(dict.fromkeys(family for family in kernels if isinstance(family, Family)))
 
 
 def plug_in(module: str) -> Sequence[Family]:
-    """Make the families of a module known, as if the environment variable named it; in processes
-    that this one starts, too. Returns them.
+    """Register the families of a module, in child processes too, as if the environment variable
+    named it, and return them.
 
     Raises:
-        InvalidInput: as of `all_families`.
+        InvalidInput: see `all_families`.
     """
     named = list(filter(None, os.environ.get(PLUGINS, "").split(",")))
     os.environ[PLUGINS] = ",".join(dict.fromkeys([*named, module]))
@@ -84,23 +84,23 @@ def plug_in(module: str) -> Sequence[Family]:
 
 
 def introduce(family: Family) -> None:
-    """Make a family known in this process that no module lists, as of a Triton kernel that is
-    called; one that is known already stays.
+    """Register a family that no module lists in this process, such as that of a Triton kernel; a
+    family of the same name and configs stays.
 
     Raises:
         InvalidInput: another family has its name.
     """
-    known = all_families().get(family.name)
-    if known is None:
+    existing = all_families().get(family.name)
+    if existing is None:
         _introduced[family.name] = family
         _forget()
-    elif not np.array_equal(known.configs, family.configs):
+    elif not np.array_equal(existing.configs, family.configs):
         raise InvalidInput("name", family.name, "a name that no other kernel has")
 
 
 def _forget() -> None:
-    for found in (all_families, all_operations, family_named, config_of, config_ids):
-        found.cache_clear()
+    for cached in (all_families, all_operations, family_named, config_of, config_ids):
+        cached.cache_clear()
 
 
 @cache
@@ -113,8 +113,8 @@ def all_families() -> MappingProxyType[str, Family]:
     package = confpred.families
     modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     names = (*(info.name for info in modules), *_LIBRARIES)
-    known = [family for name in names for family in families_in(name)]
-    found: dict[str, Family] = {f.name: f for f in sorted(known, key=lambda f: f.name)}
+    packaged = [family for name in names for family in families_in(name)]
+    by_name: dict[str, Family] = {f.name: f for f in sorted(packaged, key=lambda f: f.name)}
     for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
             families = families_in(module)
@@ -124,11 +124,11 @@ def all_families() -> MappingProxyType[str, Family]:
             allowed = f"a module that can be imported and defines FAMILY ({error})"
             raise InvalidInput(PLUGINS, module, allowed) from error
         for family in families:
-            if not isinstance(family, Family) or family.name in found:
+            if not isinstance(family, Family) or family.name in by_name:
                 allowed = "a module whose FAMILY is a kernel family of a new name"
                 raise InvalidInput(PLUGINS, module, allowed)
-            found[family.name] = family
-    return MappingProxyType(found | {n: f for n, f in _introduced.items() if n not in found})
+            by_name[family.name] = family
+    return MappingProxyType(by_name | {n: f for n, f in _introduced.items() if n not in by_name})
 
 
 @cache
@@ -145,7 +145,7 @@ def family_named(name: str) -> Family | None:
     folder = Path(package.__path__[0], name.partition("_")[0])
     modules = [info.name for info in pkgutil.iter_modules([str(folder)])]
     parts = set(name.split("_"))
-    for module in sorted(modules, key=lambda each: -len(parts.intersection(each.split("_")))):
+    for module in sorted(modules, key=lambda stem: -len(parts.intersection(stem.split("_")))):
         for family in families_in(f"{package.__name__}.{folder.name}.{module}"):
             if family.name == name:
                 return family
@@ -163,14 +163,14 @@ def families_of(problem: Record) -> dict[str, Family]:
 
 
 def kernels_of(problem: Record) -> dict[str, Family]:
-    """Return those of `families_of` that are measured, and estimated without a model, where no
-    family is named."""
+    """Return the families of `problem`'s operation that are measured, and estimated without a
+    model, unless the caller names families."""
     return {n: f for n, f in families_of(problem).items() if n not in _ON_REQUEST}
 
 
 @cache
 def all_operations() -> dict[str, Operation]:
-    """Every operation that some family computes, and convolution of any rank, by name."""
+    """Return every operation that some family computes, and convolution of any rank, by name."""
     computed = (family.operation for family in all_families().values())
     return {operation.name: operation for operation in (*computed, CONV)}
 
@@ -201,8 +201,8 @@ def operation_of(problem: Record) -> Operation:
     for operation in all_operations().values():
         if operation.problem is type(problem):
             return operation
-    known = " or ".join(o.problem.__name__ for o in all_operations().values())
-    raise InvalidInput("problem", problem, f"a {known}")
+    records = " or ".join(o.problem.__name__ for o in all_operations().values())
+    raise InvalidInput("problem", problem, f"a {records}")
 
 
 @lru_cache(maxsize=8_192)

@@ -1,5 +1,5 @@
-"""Shared parts of families with formulas over a config table: answers for a part of the table,
-and for several problems at once."""
+"""Base classes of families whose legality, estimate and features are formulas over a config table;
+the formulas compute parts of the table, and several problems at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Operation
 
-_Found = TypeVar("_Found")
-#: How much a table keeps of what was worked out of it, or up to twice as much.
+_Value = TypeVar("_Value")
+#: Results that a table caches: so many of the latest, or up to twice as many.
 _KEPT = 256
-#: `legal_among` asks for so many problems at a time, of so many rows together.
+#: Most problems that `legal_among` computes at a time, and the rows of all of them, about.
 _PROBLEMS, _ROWS = 16, 640
 
 
 def crossed(*parts: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Return the rows of ``itertools.product(*parts)``, those of tuples as their numbers; every
-    process that loads the families makes their tables, and this takes a tenth of the time."""
+    """Return the rows of ``itertools.product(*parts)``, with tuples flattened, in a tenth of the
+    time; every process that loads the families makes their tables."""
     columns = [np.array(part, np.int32).reshape(len(part), -1) for part in parts]
     places = np.indices([len(part) for part in parts]).reshape(len(parts), -1)
     return np.hstack([part[place] for part, place in zip(columns, places, strict=True)])
@@ -60,50 +60,52 @@ class Table:
     """A part of a family's config table, or all of it.
 
     Attributes:
-        rows: which rows of the config table, rising.
-        columns: their fields by name.
-        kinds: some of the fields as they differ, and which of these each row has (`by`).
-        known: what was worked out of it lately (`kept`).
+        rows: row numbers in the config table, ascending.
+        columns: fields of these rows by name.
+        kinds: by names of fields: their distinct combinations of values, and the number of the
+            combination that each row has (`by`).
+        recent: the results computed last from this table (`kept`).
     """
 
     rows: Rows
     columns: Columns
     kinds: dict[tuple[str, ...], tuple[dict[str, Array], Rows]] = field(default_factory=dict)
-    known: Recent[tuple[Any, ...], Any] = field(default_factory=lambda: Recent(_KEPT))
+    recent: Recent[tuple[Any, ...], Any] = field(default_factory=lambda: Recent(_KEPT))
 
     @classmethod
     def of(cls, configs: NDArray[np.void], rows: Rows | None = None) -> Table:
-        """Those `rows` of `configs`; by default, all."""
+        """Return the table of some `rows` of `configs` (default: all)."""
         rows = np.arange(len(configs)) if rows is None else rows
         return cls(rows, config_columns(configs, rows))
 
     def at(self, places: Rows) -> dict[str, Array]:
-        """Return the fields of some of its rows, which are counted from 0."""
+        """Return the fields of some of this table's rows, numbered from 0."""
         return {name: column[places] for name, column in self.columns.items()}
 
     def by(self, names: tuple[str, ...], rule: Callable[[Columns], Mask]) -> Mask:
-        """Return a `rule` of the fields `names` for each row. It is asked once for
-        all rows that have the same, of which there are few kinds."""
+        """Return the mask of `rule`, which depends on the fields `names` alone, over all rows. The
+        rule is computed once for each distinct combination of these fields, of which there are few.
+        """
         if names not in self.kinds:
             values = np.stack([self.columns[name] for name in names])
             kinds, of_row = np.unique(values, axis=1, return_inverse=True)
             self.kinds[names] = (dict(zip(names, kinds, strict=True)), of_row.reshape(-1))
         t, of_row = self.kinds[names]
-        found: Mask = rule(t)[..., of_row]
-        return found
+        mask: Mask = rule(t)[..., of_row]
+        return mask
 
-    def kept(self, find: Callable[..., _Found], *asked: Hashable) -> _Found:
-        """Return `find(self, *asked)`, and keep it as long as this table: what a model needs goes
+    def kept(self, find: Callable[..., _Value], *asked: Hashable) -> _Value:
+        """Return `find(self, *asked)`, cached in this table, so that a model's results are freed
         with the model."""
-        found: _Found | None = self.known.get((find, *asked))
-        if found is None:
-            found = find(self, *asked)
-            self.known.put((find, *asked), found)
-        return found
+        value: _Value | None = self.recent.get((find, *asked))
+        if value is None:
+            value = find(self, *asked)
+            self.recent.put((find, *asked), value)
+        return value
 
 
 class Described(ABC):
-    """Base of families whose features are those of the operation, and then some of `_derived`."""
+    """Base of families whose features are the operation's, followed by some of `_derived`."""
 
     operation: Operation
     feature_names: tuple[str, ...]
@@ -133,11 +135,11 @@ class Tabled(ABC):
     problems and arrays where not, and the fields `t` of some rows of the table, by name.
 
     Attributes:
-        name, configs, feature_names: as of a `Family`.
-        whole: its whole config table, of all directions of the kernel.
-        kernel: the kernel's name, and its file's without ``.cu``.
-        direction: of its problems.
-        operands: the kernel's pointers, in its order.
+        name, configs, feature_names: see `Family`.
+        whole: the whole config table, which all directions of the kernel share.
+        kernel: the name of the kernel, and of its file without ``.cu``.
+        direction: direction of the family's problems.
+        operands: names of the kernel's pointers, in its order.
         shared_features: the columns that all directions of the kernel have.
     """
 
@@ -168,17 +170,17 @@ class Tabled(ABC):
 
     @abstractmethod
     def _handles(self, problem: Problem) -> bool:
-        """Return whether the kernel computes layers such as `problem`, of its direction."""
+        """Return whether the kernel computes `problem`, whose direction is the family's."""
 
     @abstractmethod
     def _first(self, problem: Any, device: Device, table: Table) -> Mask:
-        """Return the rows of `table` that keep the cheap rules, so that most need no others."""
+        """Return the rows of `table` that the cheap rules allow; `_rules` looks at these alone."""
 
     @abstractmethod
     def _cut(self, problem: Any, t: Columns) -> Workings:
-        """Return what rules, features and launches need: how configs cut the problem and, if that
-        is not known before (`Shaped`), their resources and work. The kernel works some of this out
-        from its macros too, and asserts that both agree (see `launch`)."""
+        """Return how configs cut the problem into blocks and, unless `Shaped._shape` computes them,
+        the blocks' resources and work, for rules, features and launches. The kernel computes some
+        of this from its macros too, and asserts that both agree (`common.agreed_macros`)."""
 
     @abstractmethod
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
@@ -186,11 +188,11 @@ class Tabled(ABC):
 
     @abstractmethod
     def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
-        """Return the features that are neither in the workings `w` nor fields nor the problem's, or
-        replace one of these; and ``estimate`` in seconds."""
+        """Return ``estimate`` in seconds, and the features that are not in the workings `w`, the
+        fields or the problem's features, or that replace one of these."""
 
     def _completed(self, cut: Workings, problem: Any, table: Table, at: Rows) -> Workings:
-        """Return the workings of the rows `at`, given their `_cut`."""
+        """Return the workings of the rows `at`, whose `_cut` is `cut`."""
         return cut
 
     def _workings(self, problem: Any, table: Table, at: Rows) -> Any:
@@ -234,11 +236,11 @@ class Tabled(ABC):
         """Return the features; see `confpred.families.protocol.Batched`."""
         t, problem = table.at(at), _batch(problem)
         derived: dict[str, Any] = self._derived(problem, device, t, workings)
-        known = {**vars(workings), **problem.once(problem_features), **t, **derived}
-        known["log_estimate"] = np.log2(known["estimate"] / problem.each(device.roofline_s))
+        values = {**vars(workings), **problem.once(problem_features), **t, **derived}
+        values["log_estimate"] = np.log2(values["estimate"] / problem.map(device.roofline_s))
         matrix = np.empty((len(self.feature_names), len(at)), np.float32)
         for row, name in zip(matrix, self.feature_names, strict=True):
-            row[:] = known[name]
+            row[:] = values[name]
         return matrix
 
     def _one(self, problem: Problem, row: int) -> Any:
@@ -251,8 +253,8 @@ class Shaped(Tabled):
 
     @abstractmethod
     def _shape(self, problem: Problem, table: Table) -> Any:
-        """Return the resources and the work of a block, arrays over all rows of `table`, and which
-        of them keep the rules that need no more: ``fits``."""
+        """Return the resources and the work of a block, arrays over all rows of `table`, and
+        ``fits``: the rows that are legal by these alone."""
 
     def _first(self, problem: Any, device: Device, table: Table) -> Mask:
         def fits(p: Problem) -> Mask:
@@ -273,11 +275,11 @@ def _batch(problem: Any) -> ProblemBatch:
 def legal_among(
     family: Family, problems: Sequence[Any], rows: Sequence[Rows], device: Device
 ) -> list[Mask]:
-    """Return which of the `rows` of each problem `Family.legal` has, in a third of its time where
-    they are few of a large table."""
+    """Return for each problem which of its `rows` are legal, in a third of the time of
+    `Family.legal` where they are few of a large table."""
     if not isinstance(family, Tabled):
         return [family.legal(p, device)[own] for p, own in zip(problems, rows, strict=True)]
-    found = [np.zeros(len(own), np.bool_) for own in rows]
+    masks = [np.zeros(len(own), np.bool_) for own in rows]
     served = [i for i, problem in enumerate(problems) if family.serves(problem)]
     step = int(np.clip(_ROWS * len(rows) // max(1, sum(map(len, rows))), 1, _PROBLEMS))
     for start in range(0, len(served), step):
@@ -287,5 +289,5 @@ def legal_among(
         batch, at, _ = family.offered(ProblemBatch([problems[i] for i in some]), device, table)
         legal[0 if batch.index is None else batch.index, at] = True
         for i, of_table in zip(some, legal, strict=True):
-            found[i] = of_table[np.searchsorted(table.rows, rows[i])]
-    return found
+            masks[i] = of_table[np.searchsorted(table.rows, rows[i])]
+    return masks

@@ -15,7 +15,7 @@ import numpy as np
 from confpred.cuda.compiler import nvrtc_version, ptx_of
 from confpred.errors import CompileError, ConfpredError, InvalidInput, MissingExtra
 from confpred.families.kernel_text import file_text
-from confpred.families.protocol import Batched, Bounded, Compiled, Family, LibraryFamily
+from confpred.families.protocol import Batched, Bounded, CompiledFamily, Family, LibraryFamily
 from confpred.families.table import Shaped, Tabled
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
@@ -27,7 +27,7 @@ _MEMBERS = (
     "name", "operation", "configs", "feature_names", "legal", "estimate_s", "features", "launch",
 )  # fmt: skip
 #: Classes whose members a family has or may have.
-_BASES = (Shaped, Tabled, Family, Batched, Bounded, Compiled, LibraryFamily)
+_BASES = (Shaped, Tabled, Family, Batched, Bounded, CompiledFamily, LibraryFamily)
 _SIZES = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128, 256)
 _TRIES = 400  # random problems, until enough of them have a legal config
 _PROBLEMS, _LAUNCHES, _KERNELS = 8, 4, 12  # problems; launches of one; kernels that are compiled

@@ -1,5 +1,4 @@
-"""How far an answer may be from the best: a bound on its regret, and whether the problem is unlike
-all that the model was trained on.
+"""A bound on the regret of a choice, and whether its problem is out of distribution.
 
 The bound is conditional: a regressor predicts the median of the regret from how close the first
 candidates are, how PyTorch's operator compares, and the problem. It is conformal: an offset for
@@ -23,13 +22,13 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
-_CLOSE = 0.02  # of logarithms of times: candidates of about the same time
+_CLOSE = 0.02  # difference of logarithms of times that are about the same
 _OF_OPTIONS = ("is_pytorch", "log_pytorch", "log_second", "log_sixth", "close", "log_other_family")
 
 
 class Trust(NamedTuple):
-    """The bound on an answer's regret, and whether the problem is unlike all that the model was
-    trained on; there is no bound then."""
+    """The bound on an answer's regret, and whether the problem is out of distribution; there is no
+    bound then."""
 
     bound: float | None
     extrapolated: bool
@@ -37,13 +36,13 @@ class Trust(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """The least and the largest value of each feature of some problems."""
+    """The smallest and the largest value of each feature of some problems."""
 
     least: NDArray[np.float32]
     largest: NDArray[np.float32]
 
     def has(self, features: NDArray[np.float32]) -> bool:
-        """Whether all `features` of a problem lie in it."""
+        """Return whether all `features` of a problem lie in the range."""
         return bool(((features >= self.least) & (features <= self.largest)).all())
 
 
@@ -52,10 +51,10 @@ class Bounds:
     """The bounds of a model on the regret of its own answers.
 
     Attributes:
-        quantile: regressor of a quantile of log(regret), from `signals`: its median, or a high one
-            in models that are older than decision 170.
-        offsets: what is added to that, by the provider that is chosen.
-        ranges: what the problems are like that each provider was measured on.
+        quantile: regressor of a quantile of log(regret), from `signals`: the median or, in models
+            older than decision 170, a high quantile.
+        offsets: value added to the quantile, by chosen provider.
+        ranges: features of the problems that each provider was measured on, by provider.
     """
 
     operation: Operation
@@ -66,21 +65,21 @@ class Bounds:
     def of(
         self, problems: Sequence[Record], device: Device, options: Sequence[Options]
     ) -> list[Trust]:
-        """How far the first of each problem's `options`, in the order of the answer, can be trusted
-        on `device`."""
-        found = [Trust(None, True)] * len(problems)
+        """Return how far the first of each problem's `options`, which are in the order of the
+        answer, can be trusted on `device`."""
+        trusts = [Trust(None, True)] * len(problems)
         features = pytorch_features(self.operation, problems, device)
         chosen = [mine[0][1].provider for mine in options]
-        known = [
+        covered = [
             i
             for i, provider in enumerate(chosen)
             if provider in self.offsets and self.ranges[provider].has(features[i])
         ]
-        if known:
-            matrix = signals(features[known], [options[i] for i in known])
-            for i, quantile in zip(known, self.quantile.predict(matrix).tolist(), strict=True):
-                found[i] = Trust(exp(max(0.0, quantile + self.offsets[chosen[i]])), False)
-        return found
+        if covered:
+            matrix = signals(features[covered], [options[i] for i in covered])
+            for i, quantile in zip(covered, self.quantile.predict(matrix).tolist(), strict=True):
+                trusts[i] = Trust(exp(max(0.0, quantile + self.offsets[chosen[i]])), False)
+        return trusts
 
 
 def signal_names(operation: Operation) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""A model's card: the record that training writes as ``card.json``, and that a model is read by."""
+"""A model's card: the record that training writes as ``card.json``, and that loading checks the
+model against."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CARD, FORMAT = "card.json", "confpred-model/5"
 #: Signature of the card, which has the digests of all other files, by ``ssh-keygen -Y sign -n
 #: confpred -f KEY card.json``; a model may have one.
 SIGNATURE, SIGNED_FOR = "card.json.sig", "confpred"
-#: Format of reports on whether a model holds (`confpred.retraining.drift`); a server shows them.
+#: Format of reports on a model's drift (`confpred.retraining.drift`); a server shows them.
 DRIFT_FORMAT = "confpred-drift/1"
 _OTHER_FORMAT = re.compile(rb'"format": ?"(confpred-model/[0-9]+)"')
 TREES = ".txt"  # ends the names of all of these, and of no other file
@@ -41,9 +42,9 @@ class DataCard:
     """The measurements that a model was trained on.
 
     Attributes:
-        digest: of all timings.
+        digest: digest of all timings.
         rows, problems, networks: how many there are of the model's device.
-        excluded_networks: whose layers were kept out.
+        excluded_networks: networks whose layers were held out.
         other_devices: rows of each other device that was learned from.
         statuses: rows by status.
     """
@@ -66,7 +67,7 @@ class FamilyCard:
         source, source_digests: its CUDA file, and the digests of the versions that were measured.
         configs: digest of its config table.
         groupings: kinds of problems that it was measured on: ``dense``, ``depthwise``, ``grouped``.
-        features: of its features.
+        features: digest of its features.
         pool: name of the pool of families that it shares its trees with.
     """
 
@@ -81,7 +82,7 @@ class FamilyCard:
 
 @dataclass(frozen=True, slots=True)
 class GateCard:
-    """The families that the gate's trees know, in their order, and its features."""
+    """The families that the gate was trained on, in their order, and the digest of its features."""
 
     families: list[str]
     features: FeatureDigest
@@ -89,7 +90,8 @@ class GateCard:
 
 @dataclass(frozen=True, slots=True)
 class PytorchCard:
-    """PyTorch's operator: the margin of each kind of problem, and the ratio's features."""
+    """PyTorch's operator: the margin of each kind of problem, and the digest of the ratio's
+    features."""
 
     margins: Mapping[str, float]
     features: FeatureDigest
@@ -116,13 +118,13 @@ class Card:
         device: key of the device that the model is for.
         board: description of a device that is in no table.
         created, seed: date and time, and seed of the training.
-        data, families, gate, pytorch, bounds: see there; None where it was not learned.
+        data, families, gate, pytorch, bounds: see their classes; None if it was not trained.
         hyperparameters: how the trees grew.
         measured_with: versions of ``driver`` and ``cudnn`` that the times were measured with.
         metrics: regret on held-out networks.
         libraries: versions that trained the model.
         files: SHA-256 of every other file of the folder.
-        content: all of this as the file has it.
+        content: content of the file.
     """
 
     operation: str
@@ -144,30 +146,30 @@ class Card:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file."""
-        found = {"format": FORMAT, **asdict(self)}
-        del found["content"]
+        content = {"format": FORMAT, **asdict(self)}
+        del content["content"]
         if self.board is None:
-            del found["board"]
-        return found
+            del content["board"]
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Card:
         """Read the content of a file.
 
         Raises:
-            ValueError: a field is missing or of another type; the text names it.
+            ValueError: a field is missing or of another type; the message names it.
         """
-        found: Card = _read(cls, {**content, "content": content}, "")
-        for name in found.files:
+        card: Card = _read(cls, {**content, "content": content}, "")
+        for name in card.files:
             if Path(name).name != name:
                 raise ValueError(f"files has {name!r}, which is no file beside it")
-        if not re.fullmatch(r"[\w-][\w.-]{0,99}", found.device):
-            raise ValueError(f"device is {found.device!r}, which is no key of a device")
-        return found
+        if not re.fullmatch(r"[\w-][\w.-]{0,99}", card.device):
+            raise ValueError(f"device is {card.device!r}, which is no key of a device")
+        return card
 
     def changes(self, **now: str) -> tuple[str, ...]:
-        """Say which of the versions `now` (``driver``, ``cudnn``) the model was not measured with;
-        one that is empty or was not recorded counts as the same."""
+        """Return a sentence for each of the versions `now` (``driver``, ``cudnn``) that the model
+        was not measured with; one that is empty or was not recorded counts as the same."""
         return tuple(
             f"{_NAMES[name]} is {version}, and the model's measurements are of "
             f"{' and '.join(before)}"
@@ -196,19 +198,19 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         if not is_right(value):
             raise ValueError(f"{where} is {value!r}, not {words}")
     if origin is list:
-        return [_read(arguments[0], each, where) for each in value]
+        return [_read(arguments[0], item, where) for item in value]
     if origin is Mapping:
         return {name: _read(arguments[1], value[name], f"{where}.{name}") for name in value}
     if not is_dataclass(kind):
         return value
-    hints, given = get_type_hints(kind), {}
-    for each in fields(kind):
-        name = f"{where}.{each.name}".lstrip(".")
-        if each.name in value:
-            given[each.name] = _read(hints[each.name], value[each.name], name)
-        elif each.default is MISSING and each.default_factory is MISSING:
+    hints, values = get_type_hints(kind), {}
+    for entry in fields(kind):
+        name = f"{where}.{entry.name}".lstrip(".")
+        if entry.name in value:
+            values[entry.name] = _read(hints[entry.name], value[entry.name], name)
+        elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{name} is missing")
-    return kind(**given)  # type: ignore[operator]
+    return kind(**values)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class ModelFiles:
         """Check all trees of the model in `folder`.
 
         Raises:
-            ModelError: LightGBM would read what is not there, or never end.
+            ModelError: a text would make LightGBM read out of bounds or loop for ever.
         """
         for name, text in self.files.items():
             if name.endswith(TREES):
@@ -232,7 +234,7 @@ class ModelFiles:
 
 
 def read_files(folder: Path) -> ModelFiles:
-    """Read a model folder, without a look at what its trees say.
+    """Read a model folder, without checking its trees.
 
     Raises:
         ModelError: a file is missing, or not what the card says.
@@ -245,7 +247,7 @@ def read_files(folder: Path) -> ModelFiles:
 
 
 def card_of(folder: Path) -> ModelFiles:
-    """Read the card of a model folder, and none of its other files; raises as `read_files`."""
+    """Read the card of a model folder, and none of its other files; raises as `read_files` does."""
     text, content = read_card(folder)
     with refusing(folder):
         return ModelFiles(hashlib.sha256(text).hexdigest(), Card.from_json(content), {CARD: text})
@@ -256,8 +258,8 @@ def read_card(folder: Path) -> tuple[bytes, dict[str, Any]]:
     path = folder / CARD
     text = _read_bytes(path)
     other = _OTHER_FORMAT.search(text)
-    if other is not None and (found := other[1].decode()) != FORMAT:
-        raise ModelError(f"{path} is of {found}, and this version reads {FORMAT}: train it again")
+    if other is not None and (written := other[1].decode()) != FORMAT:
+        raise ModelError(f"{path} is of {written}, and this version reads {FORMAT}: train it again")
     try:
         return text, parse_json(text, path, "a model card", FORMAT)
     except DataError as error:
@@ -270,7 +272,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def checked_file(folder: Path, card: Card, name: str) -> bytes:
-    """Return a file of which the card has the digest."""
+    """Return a file's content, after checking it against the digest on the card."""
     digest, text = card.files[name], _read_bytes(folder / name)
     if hashlib.sha256(text).hexdigest() != digest:
         raise ModelError(f"{folder / name} is damaged: its SHA-256 is not the card's")
@@ -278,11 +280,11 @@ def checked_file(folder: Path, card: Card, name: str) -> bytes:
 
 
 def signed_by(folder: Path, signers: Path) -> str:
-    """Return who has signed the card in a folder, so that `signers`, a file of allowed signers of
-    ``ssh-keygen``, has them for the namespace ``confpred``.
+    """Return who signed the card in a folder: one of `signers`, a file of allowed signers of
+    ``ssh-keygen``, for the namespace ``confpred``.
 
     Raises:
-        ModelError: nobody of them has, or ssh-keygen cannot be run.
+        ModelError: none of them signed it, or ssh-keygen cannot be run.
     """
     signature = folder / SIGNATURE
     if not signature.exists():
@@ -304,7 +306,7 @@ def signed_by(folder: Path, signers: Path) -> str:
 
 @contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """Refuse a folder of which the content cannot be used."""
+    """Raise a ModelError about a folder if its content cannot be used."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

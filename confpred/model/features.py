@@ -1,6 +1,6 @@
-"""The features that a model's trees take, and how a model recognises those it was trained on.
+"""The features that a model's trees take, and the check that the model was trained on the same.
 
-A model's trees know a feature by its column alone, and would answer wrongly if its formula or the
+Trees identify a feature by its column alone, and would predict wrong values if its formula or the
 order of an enumeration changed. So a model's card holds a digest of the features of a few examples.
 """
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from confpred.errors import ModelError
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import Occupancy
-from confpred.families.protocol import Array, Batched, Compiled, Family, Rows
+from confpred.families.protocol import Array, Batched, CompiledFamily, Family, Rows
 from confpred.model.card import FeatureDigest
 from confpred.problem.conv2d import Kind
 from confpred.problem.device import Device
@@ -32,8 +32,8 @@ _ROWS = 4  # configs of an example
 
 
 def examples_of(problems: Iterable[Record]) -> list[Record]:
-    """Return a few of `problems` that together have every text and truth value that any of them
-    has, as these become numbers by their index in a list."""
+    """Return a few of `problems` that together have every text and truth value of all of them,
+    because the features number these values."""
     chosen: list[Record] = []
     met: set[tuple[str, object]] = set()
     for problem in sorted(set(problems), key=str):
@@ -52,7 +52,7 @@ def operation_features(
     operation: Operation, problems: Sequence[Record], device: Device
 ) -> NDArray[np.float32]:
     """Return the features of each problem that all its kernels share, a row each."""
-    asked: Any = operation  # which can be hashed, though its protocol does not say so
+    asked: Any = operation  # hashable, though its protocol does not say so
     rows = [_operation_features(asked, problem, device) for problem in problems]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
@@ -67,7 +67,7 @@ def _operation_features(operation: Any, problem: Record, device: Device) -> NDAr
 def family_card(
     family: Family, device: Device, examples: Sequence[tuple[Record, Sequence[int]]]
 ) -> FeatureDigest:
-    """Return what a card holds of a family's features on `device`; the `examples` are problems, and
+    """Return the card's digest of a family's features on `device`, for `examples`: problems, and
     legal rows of the config table for each."""
     listed = [
         {"problem": str(problem), "rows": list(rows[:: -(-len(rows) // _ROWS)])}
@@ -79,7 +79,7 @@ def family_card(
 def operation_card(
     operation: Operation, device: Device, examples: Sequence[Record]
 ) -> FeatureDigest:
-    """Return what a card holds of the features that PyTorch's time is predicted from."""
+    """Return the card's digest of the features that PyTorch's time is predicted from."""
     listed = [*map(str, examples)]
     return FeatureDigest(listed, _digest(operation, device, listed))
 
@@ -93,17 +93,17 @@ def check_features(
     Raises:
         ModelError: they do not.
     """
-    found = _digest(whose, device, card.examples)
-    if found != card.digest:
+    digest = _digest(whose, device, card.examples)
+    if digest != card.digest:
         raise ModelError(
             f"{folder}: the features of {whose.name} are computed otherwise than when the model was"
-            f" trained (their digest is {found}, and was {card.digest}): train it again"
+            f" trained (their digest is {digest}, and was {card.digest}): train it again"
         )
 
 
 def _digest(whose: Family | Operation, device: Device, examples: Sequence[Any]) -> str:
-    """16 hex digits of the SHA-256 of the features to five digits, because the last bits of a
-    logarithm depend on the processor."""
+    """Return 16 hex digits of the SHA-256 of the features, rounded to five digits because the last
+    bits of a logarithm depend on the processor."""
     state = hashlib.sha256()
     for matrix in _matrices(whose, device, examples):
         state.update(("%.5g " * matrix.size % tuple(matrix.ravel().tolist())).encode())
@@ -120,10 +120,10 @@ def _matrices(
     problems = [whose.operation.problem.parse(entry["problem"]) for entry in examples]
     rows = [np.array(entry["rows"], np.intp) for entry in examples]
     if isinstance(whose, Batched) and problems:  # the same matrices, one below the other
-        index = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        index = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
         yield whose.features(ProblemBatch(problems).at(index), device, np.concatenate(rows))
         return
-    yield from (whose.features(p, device, each) for p, each in zip(problems, rows, strict=True))
+    yield from (whose.features(p, device, own) for p, own in zip(problems, rows, strict=True))
 
 
 #: The features that follow from the registers of a thread.
@@ -133,93 +133,95 @@ _KINDS_KEPT = 512
 
 
 class Registers:
-    """The registers of a family's kernels, as far as the compiler's number is known: the family
-    estimates them, and at the limits where one block more fits, an error of a few registers is one
-    of a third of the occupancy. Immutable; safe to share between threads, and to fork.
-    """
+    """The registers of a family's compiled kernels, which replace the family's estimates: where one
+    block more or less fits a multiprocessor, an error of a few registers changes the occupancy by a
+    third. Immutable; safe to share between threads, and to fork."""
 
     def __init__(self, family: Family, text: str | bytes) -> None:
-        """Take what `registers_text` gave for `family`; the first question parses it."""
+        """Take the text that `registers_text` returned for `family`; it is parsed at the first
+        use."""
         self._family, self._text = family, text
         self._at = at = {name: place for place, name in enumerate(family.feature_names)}
         self._threads = at["block_threads" if "block_threads" in at else "threads"]
-        self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._found)
+        self._of_kind = lru_cache(maxsize=_KINDS_KEPT)(self._look_up)
 
     def of(self, problem: Any, rows: Rows) -> NDArray[np.int16]:
-        """Return the registers of a thread of each of `rows`; 0 where no like kernel is known."""
-        found: NDArray[np.int16] = self._of_kind(Kind.of(problem))[self._kernel_of[rows]]
-        return found
+        """Return the registers of a thread for each of `rows`; 0 if no similar kernel was
+        compiled."""
+        registers: NDArray[np.int16] = self._of_kind(Kind.of(problem))[self._kernel_of[rows]]
+        return registers
 
     def correct(
         self, columns: NDArray[np.float32], registers: NDArray[np.int16], device: Device
     ) -> None:
-        """Put what is known in place of what the family estimates: `columns` are features of
-        some configs, ``(len(feature_names), configs)``, `registers` what `of` found for them."""
-        known = registers > 0
+        """Replace the family's estimates in `columns`, the features of some configs,
+        ``(len(feature_names), configs)``, by the `registers` that `of` returned for them."""
+        compiled = registers > 0
         taken: Array = -(-registers.astype(np.int64) // _ALLOCATED) * _ALLOCATED
         at = self._at
         per_sm = columns[at["waves"]].astype(np.float64) * columns[at["blocks_per_sm"]]
         sizes = (per_sm * device.sm_count, columns[self._threads], columns[at["smem_bytes"]])
         blocks, threads, smem = (np.rint(column).astype(np.int64) for column in sizes)
         filled = Occupancy.of(device, blocks, threads, taken.clip(1), smem).features()
-        np.copyto(columns[at["registers"]], registers, where=known)
+        np.copyto(columns[at["registers"]], registers, where=compiled)
         for name in OCCUPANCY:
-            np.copyto(columns[at[name]], filled[name], where=known)
+            np.copyto(columns[at[name]], filled[name], where=compiled)
 
     @cached_property
     def _kernel_of(self) -> Rows:
         return kernels_of(self._family)
 
     @cached_property
-    def _known(self) -> Mapping[str, list[int]]:
-        found: dict[str, list[int]] = json.loads(self._text)
+    def _table(self) -> Mapping[str, list[int]]:
+        table: dict[str, list[int]] = json.loads(self._text)
         kernels = int(self._kernel_of.max(initial=-1)) + 1
-        if not all(len(row) == kernels for row in found.values()):
+        if not all(len(row) == kernels for row in table.values()):
             raise ModelError("a table of registers is damaged: it is of other configs")
-        return found
+        return table
 
-    def _found(self, kind: Kind) -> NDArray[np.int16]:
-        """Return the registers of each kernel for `kind`, or else of the kind most like it."""
+    def _look_up(self, kind: Kind) -> NDArray[np.int16]:
+        """Return the registers of each kernel for `kind`, or for the most similar kind that was
+        compiled."""
         registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
         for like in (kind, *kind.stand_ins()):
-            if (row := self._known.get(str(like))) is not None:
+            if (row := self._table.get(str(like))) is not None:
                 registers = np.where(registers, registers, np.array(row, np.int16))
         return registers
 
 
 def kernels_of(family: Family) -> Rows:
-    """Return the number of the kernel that each config of a `Compiled` family is a launch of."""
-    found = np.zeros(len(family.configs), np.intp)
-    fields = family.kernel_fields if isinstance(family, Compiled) else ()
+    """Return the number of the kernel that each config of a `CompiledFamily` launches."""
+    numbers = np.zeros(len(family.configs), np.intp)
+    fields = family.kernel_fields if isinstance(family, CompiledFamily) else ()
     if fields:
         columns = [family.configs[name] for name in fields]
         # A tenth of the time that `numpy.unique` takes for records.
         order = np.lexsort(columns[::-1])
         differs = [np.diff(column[order]) != 0 for column in columns]
-        found[order[1:]] = np.cumsum(np.any(differs, axis=0))
-    return found
+        numbers[order[1:]] = np.cumsum(np.any(differs, axis=0))
+    return numbers
 
 
 def registers_text(
     family: Family, measured: Iterable[tuple[Any, Rows, Array | None]]
 ) -> str | None:
-    """Return a table of the registers of a family's kernels, as text that `Registers` takes; None
-    where the family does not say what its kernels are compiled for, or nothing is known.
+    """Return a table of the registers of a family's kernels, as text for `Registers`; None if the
+    family is not `CompiledFamily`, or no kernel's registers were recorded.
 
     `measured` has each problem with the configs that were compiled, and their registers or 0.
     """
-    if not isinstance(family, Compiled):
+    if not isinstance(family, CompiledFamily):
         return None
     kernel_of = kernels_of(family)
-    found: dict[str, Array] = {}
+    table: dict[str, Array] = {}
     for problem, rows, registers in measured:
         if registers is not None and registers.any():
             none = np.zeros(int(kernel_of.max()) + 1, np.int64)
-            kernels = found.setdefault(str(Kind.of(problem)), none)
-            # Compilers differ by a few registers; the larger number is no matter of chance.
+            kernels = table.setdefault(str(Kind.of(problem)), none)
+            # Compilers differ by a few registers; the maximum does not depend on the rows' order.
             np.maximum.at(kernels, kernel_of[rows], registers)
-    lines = (f"{json.dumps(kind)}: {json.dumps(found[kind].tolist())}" for kind in sorted(found))
-    return "{\n" + ",\n".join(lines) + "\n}\n" if found else None
+    lines = (f"{json.dumps(kind)}: {json.dumps(of.tolist())}" for kind, of in sorted(table.items()))
+    return "{\n" + ",\n".join(lines) + "\n}\n" if table else None
 
 
 #: The last columns of a pool: the logarithm to base 2 of the bytes that a multiprocessor of the
@@ -228,7 +230,7 @@ DEVICE, _MEMBER = "log_device_bandwidth", "pool_member"
 
 
 def configs_digest(family: Family) -> str:
-    """Identity of a family's config table: 16 hex digits of SHA-256."""
+    """Return the identity of a family's config table: 16 hex digits of SHA-256."""
     table = family.configs
     names = ",".join(table.dtype.names or ())
     return hashlib.sha256(names.encode() + table.tobytes()).hexdigest()[:16]
@@ -240,8 +242,8 @@ class Pool:
     Attributes:
         families: in the order of their names.
         name: their names.
-        feature_names: those of all its families, the device's, and, where the families are several,
-            which one it is.
+        feature_names: those of all its families, the device's and, of several families, the number
+            of the row's family.
     """
 
     def __init__(self, families: Iterable[Family]) -> None:
@@ -265,8 +267,8 @@ class Pool:
         rows: Rows,
         registers: Registers | None = None,
     ) -> NDArray[np.float32]:
-        """Return the features of the configs `rows` of one of its families, a row each; NaN in the
-        columns that only others have. `registers` are of the family's compiled kernels."""
+        """Return the features of the configs `rows` of one of the pool's families, a row each; NaN
+        in columns that the family lacks. `registers` are those of the family's compiled kernels."""
         own = family.features(problem, device, rows).T
         if registers is not None:
             registers.correct(own, registers.of(problem, rows), device)
@@ -290,13 +292,14 @@ def bandwidth(device: Device) -> float:
     return log2(device.dram_bytes_per_s / device.sm_count * 1e-6)
 
 
-def _columns(found: list[int]) -> slice | NDArray[np.intp]:
-    """Columns of a matrix; a slice where they are the first ones, which is copied faster."""
-    return slice(len(found)) if found == list(range(len(found))) else np.array(found)
+def _columns(columns: list[int]) -> slice | NDArray[np.intp]:
+    """Return an index of some columns of a matrix; a slice if they are the first ones, which is
+    copied faster."""
+    return slice(len(columns)) if columns == list(range(len(columns))) else np.array(columns)
 
 
 def pools(families: Iterable[Family]) -> tuple[Pool, ...]:
-    """All of `families`, those of one operation and config table together."""
+    """Return all of `families` in pools: those of one operation and config table together."""
     alike: dict[tuple[str, str], list[Family]] = {}
     for family in families:
         alike.setdefault((family.operation.name, configs_digest(family)), []).append(family)

@@ -1,9 +1,9 @@
 """A trained model: one folder of text files, and no pickles.
 
-    card.json            what it is (`confpred.model.card`), and the SHA-256 of every other file
+    card.json            description (`confpred.model.card`), and the SHA-256 of every other file
     <pool>.order.txt     LightGBM's text form of the regressor that orders the configs of a family,
                          or of several that learn from each other (`confpred.model.features.Pool`)
-    <family>.taught.txt  the same for one family, which uploads have taught since
+    <family>.taught.txt  the same for one family, trained again with uploads
     <pool>.time.txt      the same for the regressor of their times
     gate.txt             the same for how far each family's best config is behind the best of all
     pytorch.txt          the same for how PyTorch's own operator compares with the best config
@@ -11,10 +11,10 @@
     <family>.registers.json  registers of the family's compiled kernels, where they are known
     measured.json        the best measured config of each problem in the data
 
-A model is compared with its card and with this version's families, so that a damaged or foreign
-folder is an error and never a wrong answer: at once, or for the models that ship part by part, as
-a cold `confpred predict` needs one family of twelve. Trees are checked when they are first asked.
-A kernel that has changed since is only a warning: the order of its configs is likely to hold.
+A model is checked against its card and this version's families, so that a damaged or foreign folder
+is an error and never a wrong answer. Models that ship are checked part by part, because a cold
+`confpred predict` needs one family of twelve; trees are checked at their first use. A kernel that
+has changed since is only a warning: the order of its configs is likely to hold.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ class Model:
         version: the folder's name.
         digest: SHA-256 of the card, and so of everything in the folder, in hexadecimal: two folders
             with one digest hold one model, whatever they are called.
-        device: what it was trained for.
-        operation: what its families compute.
-        families: what was learned of each kernel family, by name.
-        gate: which of the families can win, or None if that was not learned.
-        pytorch: what was learned of PyTorch's own operator, or None.
+        device: device that it was trained for.
+        operation: operation that its families compute.
+        families: model of each kernel family, by the family's name.
+        gate: model of which families can win; None if it was not trained.
+        pytorch: model of PyTorch's operator; None if it was not trained.
         measured: the best measured config of each problem in the training data, by the problem's
             words (``str(problem)``).
-        bounds: what was learned of the regret of its answers.
-        card: what it says of itself.
+        bounds: model of the regret of its answers.
+        card: the model's card.
     """
 
     version: str
@@ -116,9 +116,9 @@ class Model:
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """Say which kernels have changed since the model was trained."""
-        found = (_stale(entry) for entry in self.card.families.values())
-        return tuple(dict.fromkeys(text for text in found if text))
+        """Return a sentence for each kernel that has changed since the model was trained."""
+        texts = (_stale(entry) for entry in self.card.families.values())
+        return tuple(dict.fromkeys(text for text in texts if text))
 
     def families_for(self, problems: Sequence[Record]) -> Mapping[str, FamilyModel]:
         """Return the families that were measured on problems such as `problems`."""
@@ -126,21 +126,21 @@ class Model:
         return families.for_problems(problems) if isinstance(families, _Families) else families
 
     def ensembles(self) -> list[Trees]:
-        """Return all its trees, those that families share once."""
+        """Return all trees of the model; those that families share, once."""
         families = self.families.values()
-        found = [t for f in families for t in (f.order, f.time, f.taught) if t is not None]
-        found += [] if self.gate is None else [self.gate.lag]
-        found += [] if self.pytorch is None else [self.pytorch.ratio]
-        return list(dict.fromkeys([*found, self.bounds.quantile]))
+        trees = [t for f in families for t in (f.order, f.time, f.taught) if t is not None]
+        trees += [] if self.gate is None else [self.gate.lag]
+        trees += [] if self.pytorch is None else [self.pytorch.ratio]
+        return list(dict.fromkeys([*trees, self.bounds.quantile]))
 
 
 def load_model(folder: Path, *, in_parts: bool = False) -> Model:
-    """Read and check a model `folder`; `in_parts`, families and measurements are read and checked
-    when they are first asked for, which may then raise a ModelError.
+    """Read and check a model `folder`. With `in_parts`, families and measurements are read and
+    checked at their first use, which may then raise a ModelError.
 
     Raises:
         ModelError: a file is missing, damaged or foreign, or the model was trained for other
-            features or configs than this version has; the text names the file and the reason.
+            features or configs than this version has; the message names the file and the reason.
     """
     read = card_of(folder)
     with refusing(folder):
@@ -157,9 +157,9 @@ def model_folders(folder: Path) -> dict[str, Path]:
     Raises:
         ModelError: a card is damaged.
     """
-    found = [folder / CARD] if (folder / CARD).exists() else sorted(folder.glob(f"*/{CARD}"))
+    cards = [folder / CARD] if (folder / CARD).exists() else sorted(folder.glob(f"*/{CARD}"))
     newest: dict[str, tuple[str, Path]] = {}
-    for path in found:
+    for path in cards:
         _, card = read_card(path.parent)
         device, created = str(card.get("device")), str(card.get("created"))
         newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
@@ -198,22 +198,22 @@ def publish(folder: Path, models: Path) -> Path:
     return models / free
 
 
-class _Loaded(Mapping[str, _Value]):
+class _LazyMapping(Mapping[str, _Value]):
     """Values that are loaded when they are first asked for. Safe to share between threads."""
 
     def __init__(self, names: Mapping[str, object]) -> None:
         self._names = names
-        self._known: dict[str, _Value] = {}
+        self._values: dict[str, _Value] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> _Value:
-        if name not in self._known:
+        if name not in self._values:
             if name not in self._names:
                 raise KeyError(name)
             with uninterrupted, self._lock:
-                if name not in self._known:
-                    self._known |= self._load(name)
-        return self._known[name]
+                if name not in self._values:
+                    self._values |= self._load(name)
+        return self._values[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -229,17 +229,17 @@ class _Loaded(Mapping[str, _Value]):
         raise NotImplementedError
 
 
-class NewestModels(_Loaded[Model]):
+class NewestModels(_LazyMapping[Model]):
     """The newest model in a folder of model folders for each device, by the device's key.
 
     Raises:
-        ModelError: a card is damaged; on access, the model of that device is.
+        ModelError: a card is damaged; on access, the model of that device is damaged.
     """
 
     def __init__(self, folder: Path | None = None, operation: str = CONVOLUTION.name) -> None:
-        """Look into `folder`; or, for None, take those of `operation` that ship with the package.
-        For convolutions, those that `confpred retrain` made for this user come first, where this
-        version can use them."""
+        """Take the models in `folder`; or, for None, those of `operation` that ship with the
+        package. For convolutions, those that `confpred retrain` made for this user come first, if
+        this version can use them."""
         self._shipped = folder is None
         self._folders = model_folders(shipped_models(operation) if folder is None else folder)
         own = folder is None and operation == CONVOLUTION.name
@@ -262,7 +262,8 @@ class NewestModels(_Loaded[Model]):
 
 
 def _users_folders() -> dict[str, Path]:
-    """Return the newest of `users_models` for each device; a damaged folder stops nobody."""
+    """Return the newest of `users_models` for each device, and none if a folder there is
+    damaged."""
     try:
         return model_folders(users_models())
     except ModelError as error:
@@ -270,7 +271,7 @@ def _users_folders() -> dict[str, Path]:
         return {}
 
 
-class _Families(_Loaded[FamilyModel]):
+class _Families(_LazyMapping[FamilyModel]):
     """The families of a model; those of a pool are loaded together."""
 
     def __init__(self, folder: Path, card: Card, operation: Operation, device: Device) -> None:
@@ -280,8 +281,8 @@ class _Families(_Loaded[FamilyModel]):
         # The examples have every direction that was measured (`features.examples_of`).
         self._measured_on = {
             name: {
-                (grouping, found[1] if found else usual.get("direction"))
-                for found in map(_DIRECTION.search, (e["problem"] for e in entry.features.examples))
+                (grouping, match[1] if match else usual.get("direction"))
+                for match in map(_DIRECTION.search, (e["problem"] for e in entry.features.examples))
                 for grouping in entry.groupings
             }
             for name, entry in card.families.items()
@@ -289,7 +290,7 @@ class _Families(_Loaded[FamilyModel]):
 
     def for_problems(self, problems: Sequence[Record]) -> dict[str, FamilyModel]:
         kinds = {(p.grouping, getattr(p, "direction", None)) for p in problems}
-        return {n: self[n] for n, known in self._measured_on.items() if not known.isdisjoint(kinds)}
+        return {n: self[n] for n, own in self._measured_on.items() if not own.isdisjoint(kinds)}
 
     def _load(self, name: str) -> dict[str, FamilyModel]:
         with refusing(self._folder):
@@ -305,7 +306,7 @@ class _Families(_Loaded[FamilyModel]):
             _trees(folder, card, file.format(name), pool.feature_names)
             for file in (ORDER_TREES, TIME_TREES)
         )
-        found = {}
+        models = {}
         for family in pool.families:
             entry, own = entries[family.name], TAUGHT_TREES.format(family.name)
             taught = _trees(folder, card, own, pool.feature_names) if own in card.files else None
@@ -319,12 +320,12 @@ class _Families(_Loaded[FamilyModel]):
             if table in card.files:
                 registers = Registers(family, checked_file(folder, card, table))
             groupings = frozenset(entry.groupings)
-            found[family.name] = FamilyModel(
+            models[family.name] = FamilyModel(
                 family, pool, order, time, registers, groupings, taught
             )
             if text := _stale(entry):
                 log.warning("model %s: %s", folder.resolve().name, text)
-        return found
+        return models
 
 
 def _load(folder: Path, card: Card, digest: str) -> Model:
@@ -374,7 +375,7 @@ def _bounds(folder: Path, card: Card, operation: Operation) -> Bounds:
 
 
 def _device(card: Card) -> Device:
-    """Return the device of the table, or else that which the card describes."""
+    """Return the device of the table; if it is not there, the device that the card describes."""
     if card.device in KNOWN or card.board is None:
         return get_device(card.device)
     try:
@@ -400,7 +401,8 @@ def _trees(folder: Path, card: Card, name: str, features: tuple[str, ...]) -> Tr
 
 
 def _stale(entry: FamilyCard) -> str:
-    """Say that a family's kernel has changed since it was measured; empty if it has not."""
+    """Return a sentence if a family's kernel has changed since it was measured; empty if it has
+    not."""
     try:
         current = identity_of(entry.source)
     except OSError:

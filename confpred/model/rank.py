@@ -36,9 +36,9 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
-#: The first so many trees, which correct the most, keep so many of a problem's candidates, and all
-#: trees order the last ones: the choice is nearly that of all trees for all candidates, with about
-#: a twentieth of the trees' work (decision 166).
+#: Stages of ranking: numbers of trees, and of a problem's candidates that stay in the ranking after
+#: them. The first trees correct the most, so the choice is nearly that of all trees for all
+#: candidates, with about a twentieth of the trees' work (decision 166).
 STAGES = ((4, 256), (20, 96), (60, 16), (200, 4))
 FINALISTS = STAGES[-1][1]
 #: Candidates, fastest first, with their expected seconds.
@@ -50,10 +50,10 @@ class Pairs:
     """Problems with their candidates of one family; those of a problem lie together.
 
     Attributes:
-        places: which problems have candidates.
-        bounds: where the pairs of each of these begin, and where the last one's end.
-        rows, features: of the family's config table, rising for each problem; as the trees take
-            them.
+        places: positions of the problems that have candidates.
+        bounds: position of the first pair of each of these problems, and after the last pair.
+        rows: rows of the family's config table, ascending for each problem.
+        features: the trees' input, a row for each pair.
     """
 
     places: Sequence[int]
@@ -63,7 +63,7 @@ class Pairs:
 
     @property
     def index(self) -> Rows:
-        """Which of `places` each pair is of."""
+        """Index into `places` of the problem of each pair."""
         return np.repeat(np.arange(len(self.places)), np.diff(self.bounds))
 
 
@@ -77,11 +77,11 @@ class FamilyModel:
         order: regressor of log(time / time of the problem's best config), from the pool's
             features. It orders configs better than `time` does.
         time: regressor of log(time / roofline time), from the same features.
-        registers: of the family's compiled kernels, or None.
-        groupings: of the problems that it was measured on, and serves; None for any.
-        taught: a later regressor of what `order` is of. It orders configs instead of that, and the
-            family's time is still that of the first one by `order`: so the family is chosen where
-            it was before, and no answer of another changes.
+        registers: registers of the family's compiled kernels, or None.
+        groupings: groupings of the problems that it was measured on and serves; None for any.
+        taught: regressor of the same value as `order`, trained later with uploads. It orders
+            configs in place of `order`. The family's time is still that of the first config by
+            `order`, so that the same family is chosen as before.
     """
 
     family: Family
@@ -92,9 +92,9 @@ class FamilyModel:
     groupings: frozenset[str] | None = None
     taught: Trees | None = None
 
-    @cached_property  # as a protocol takes long to ask
+    @cached_property  # isinstance of a protocol is slow
     def batched(self) -> Batched | None:
-        """The family, if it answers for several problems at once."""
+        """The family, if it computes several problems at once; else None."""
         return self.family if isinstance(self.family, Batched) else None
 
     @property
@@ -104,11 +104,12 @@ class FamilyModel:
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether its configs need not be looked into where nothing is limited."""
+        """Whether all configs keep within no limits, so that none needs to be tested."""
         return is_free(self.family)
 
     def serves(self, problem: Record) -> bool:
-        """Return whether the family may have configs for `problem`, and was measured on such."""
+        """Return whether the family may have configs for `problem`, and was measured on its
+        grouping."""
         if self.groupings is not None and problem.grouping not in self.groupings:
             return False
         return self.batched is None or self.batched.serves(problem)
@@ -125,10 +126,11 @@ class FamilyModel:
     def rank(
         self, problem: Record, device: Device, rows: Rows, wanted: int = 1
     ) -> tuple[Rows, NDArray[np.float64]]:
-        """Order `rows` of the config table: at least one, rising, all legal for `problem`.
+        """Rank `rows` of the config table, at least one, which are ascending and legal for
+        `problem`.
 
         Returns:
-            Rows, fastest first, and their expected seconds, rising: at least `wanted` and
+            Rows, fastest first, and their expected seconds, ascending: at least `wanted` and
             `FINALISTS`, if there are as many.
         """
         pairs = Pairs([0], [0, len(rows)], rows, self.features(problem, device, rows))
@@ -137,8 +139,8 @@ class FamilyModel:
     def rank_many(
         self, problems: ProblemBatch, device: Device, wanted: int = 1, limits: Limits = UNLIMITED
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Return `rank` of all legal configs within `limits` for each of `problems` that has any,
-        by its index."""
+        """Return `rank` of all legal configs within `limits`, by the position of each of `problems`
+        that has any."""
         if self.batched is not None and self.is_free and limits == UNLIMITED:
             pairs = self._together(self.batched, problems, device)
         else:
@@ -146,21 +148,21 @@ class FamilyModel:
         return self.rank_pairs(pairs, problems.problems, device, wanted)
 
     def _together(self, family: Batched, problems: ProblemBatch, device: Device) -> Pairs:
-        found, rows, workings = family.offered(problems, device, family.whole)
-        index = np.zeros(len(rows), np.intp) if found.index is None else found.index
+        paired, rows, workings = family.offered(problems, device, family.whole)
+        index = np.zeros(len(rows), np.intp) if paired.index is None else paired.index
         counts = np.bincount(index, minlength=len(problems.problems)).tolist()
         places = [place for place, count in enumerate(counts) if count]
         bounds = [0, *accumulate(counts[place] for place in places)]
         if not places:
             return Pairs(places, bounds, rows, np.empty((0, 0), np.float32))
-        columns = family.described(found, device, family.whole, rows, workings)
+        columns = family.described(paired, device, family.whole, rows, workings)
         if self.registers is not None:
             parts = zip(places, pairwise(bounds), strict=True)
-            known = [
+            registers = [
                 self.registers.of(problems.problems[place], rows[start:end])
                 for place, (start, end) in parts
             ]
-            self.registers.correct(columns, np.concatenate(known), device)
+            self.registers.correct(columns, np.concatenate(registers), device)
         return Pairs(places, bounds, rows, self.pool.spread(self.family, columns, device))
 
     def _one_by_one(self, problems: Sequence[Record], device: Device, limits: Limits) -> Pairs:
@@ -175,51 +177,51 @@ class FamilyModel:
     def rank_pairs(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int = 1
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Return `rank` of the candidates of each problem, by its index: the best one is expected
-        to take what `time` says, and the others the ratios of `order`."""
-        found: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
+        """Return `rank` of the candidates of each problem, by the problem's position. The time of
+        the best one is predicted by `time`, the others' by their ratios to it from `order`."""
+        rankings: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
-            return found
-        ranked = list(best_first(self.ordering, pairs, wanted))
-        timed = best_first(self.order, pairs) if self.taught else ranked
+            return rankings
+        ranked = list(order_candidates(self.ordering, pairs, wanted))
+        timed = order_candidates(self.order, pairs) if self.taught else ranked
         firsts = np.array([at[0] for at, _ in timed])
         best = self.time.predict(pairs.features[firsts]).tolist()
         for place, (at, cost), log_best in zip(pairs.places, ranked, best, strict=True):
             roofline = device.roofline_s(problems[place])
-            found[place] = pairs.rows[at], np.exp(log_best + (cost - cost[0])) * roofline
-        return found
+            rankings[place] = pairs.rows[at], np.exp(log_best + (cost - cost[0])) * roofline
+        return rankings
 
 
-def best_first(
+def order_candidates(
     order: Trees, pairs: Pairs, wanted: int = 1
 ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
-    """Order the candidates of each problem.
+    """Order the candidates of each problem by predicted cost.
 
     Args:
         order: regressor of the logarithm of a candidate's cost.
         pairs: the candidates; every problem has some.
-        wanted: how many, if there are as many; those that a stage leaves out follow the others, as
-            no better than the last of these.
+        wanted: how many to return, if there are as many; candidates that a stage drops follow the
+            others, with the cost of the last of these or more.
 
     Yields:
-        For each problem the indices of its candidates in `pairs`, best first, and the logarithms of
-        their costs, rising.
+        For each problem the positions of its candidates in `pairs`, best first, and the logarithms
+        of their costs, ascending.
     """
     cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
     stages, kept = np.zeros(len(pairs.rows), np.intp), np.arange(len(pairs.rows))
-    found = kept
+    ranked = kept
     for trees, most in (*STAGES, (None, FINALISTS)):
         # Part by part, so that a candidate's cost, a sum of parts, depends on no other candidate.
-        some = pairs.features[found] if done else pairs.features
-        cost[found] += order.predict(some, done, trees)
+        some = pairs.features[ranked] if done else pairs.features
+        cost[ranked] += order.predict(some, done, trees)
         done = trees or done
         kept = _first(pairs, index, kept, cost, most)
         stages[kept] += 1
         if wanted <= most:
-            found = kept
-    found = found[np.lexsort((pairs.rows[found], cost[found], -stages[found], index[found]))]
-    ends = np.searchsorted(index[found], np.arange(1, len(pairs.places)))
-    for at in np.split(found, ends):
+            ranked = kept
+    ranked = ranked[np.lexsort((pairs.rows[ranked], cost[ranked], -stages[ranked], index[ranked]))]
+    ends = np.searchsorted(index[ranked], np.arange(1, len(pairs.places)))
+    for at in np.split(ranked, ends):
         yield at, np.maximum.accumulate(cost[at])
 
 
@@ -240,62 +242,62 @@ def rank_families(
     wanted: int = 1,
     limits: Limits = UNLIMITED,
 ) -> list[Options]:
-    """Return the best configs for each of `problems`: of the families that can win; then, where
-    these have too few, those of the others that serve it, as no faster than the last of these.
+    """Return the best configs for each of `problems`, of the families that can win. If these have
+    too few, configs of the others follow, as no faster than the last of these.
 
     Args:
-        families: by name.
-        gate: which of them can win; None if all can. It learned that without limits, so that all
-            compete where there are some.
-        problems: worked out together, in a fraction of the time.
+        families: models of the families by name.
+        gate: model of which families can win; None if all can. It was trained without limits, so
+            all families compete if there are limits.
+        problems: problems of one operation; together they take a fraction of the time.
         device: the device to compute them on.
-        wanted: how many configs, on which the first ones do not depend; there may be more or fewer.
+        wanted: how many configs; there may be more or fewer. The first ones do not depend on it.
         limits: every config keeps within them.
     """
-    serving = [[name for name, known in families.items() if known.serves(p)] for p in problems]
+    serving = [[name for name, model in families.items() if model.serves(p)] for p in problems]
     opened = serving
     if gate is not None and limits == UNLIMITED:
         opened = gate.open(problems, device, serving)
     together, most = ProblemBatch(problems), max(wanted, FINALISTS)
 
     def ranked(named: Sequence[Sequence[str]]) -> list[Options]:
-        """Return the best configs of the families that are `named` for each problem."""
-        found: list[Options] = [[] for _ in named]
-        for name, known in families.items():
+        """Return the best configs of the families `named` for each problem."""
+        by_problem: list[Options] = [[] for _ in named]
+        for name, model in families.items():
             asked = [place for place, names in enumerate(named) if name in names]
             if not asked:
                 continue
-            best = known.rank_many(together.part(asked), device, wanted, limits)
+            best = model.rank_many(together.part(asked), device, wanted, limits)
             for place, (rows, seconds) in best.items():
                 first = zip(seconds[:most].tolist(), rows[:most].tolist(), strict=True)
-                found[asked[place]] += [(value, Candidate(name, row)) for value, row in first]
-        for options in found:
+                by_problem[asked[place]] += [(value, Candidate(name, row)) for value, row in first]
+        for options in by_problem:
             # Stable: a family's candidates of equal seconds keep their order.
             options.sort(key=lambda option: (option[0], option[1].provider))
-        return found
+        return by_problem
 
-    found = ranked(opened)
+    answers = ranked(opened)
     closed = [
         [name for name in served if name not in mine] if len(options) < wanted else []
-        for served, mine, options in zip(serving, opened, found, strict=True)
+        for served, mine, options in zip(serving, opened, answers, strict=True)
     ]
-    for options, more in zip(found, ranked(closed), strict=True):
+    for options, more in zip(answers, ranked(closed), strict=True):
         last = options[-1][0] if options else 0.0
         options += [(max(last, seconds), candidate) for seconds, candidate in more]
-    return found
+    return answers
 
 
 def rank_by_estimate(
     family: Family, problem: Record, device: Device
 ) -> tuple[Rows, NDArray[np.float64]]:
-    """Return all legal configs and their seconds by the family's analytic estimate, rising."""
+    """Return all legal configs and their seconds by the family's analytic estimate, ascending."""
     rows = np.flatnonzero(family.legal(problem, device))
     seconds = family.estimate_s(problem, device, rows)
     order = np.argsort(seconds, kind="stable")
     return rows[order], seconds[order]
 
 
-#: The last column of the gate's features: the family's index among those of the gate.
+#: The last column of the gate's features: the family's number among those of the gate.
 FAMILY = "family"
 #: A family that lags behind the first one by more than this logarithm is left out (decision 166).
 MARGIN = 0.10
@@ -317,13 +319,13 @@ class Gate:
     def open(
         self, problems: Sequence[Record], device: Device, serving: Sequence[Sequence[str]]
     ) -> list[list[str]]:
-        """Return the families worth comparing for each problem, of those `serving` it; all that
-        the gate does not know are."""
-        found = [list(names) for names in serving]
-        known = [[name for name in names if name in self.families] for names in serving]
-        asked = {i: names for i, names in enumerate(known) if len(names) > 1}
+        """Return the families to compare for each problem, of those `serving` it. Families that the
+        gate was not trained on are always kept."""
+        opened = [list(names) for names in serving]
+        gated = [[name for name in names if name in self.families] for names in serving]
+        asked = {i: names for i, names in enumerate(gated) if len(names) > 1}
         if not asked:
-            return found
+            return opened
         some, groups = [problems[i] for i in asked], [*asked.values()]
         matrix = gate_features(self.operation, some, device, self.families, groups)
         lags = self.lag.predict(matrix).tolist()
@@ -331,8 +333,8 @@ class Gate:
             mine, lags = lags[: len(names)], lags[len(names) :]
             behind = min(mine) + MARGIN
             closed = {name for name, lag in zip(names, mine, strict=True) if lag > behind}
-            found[i] = [name for name in found[i] if name not in closed]
-        return found
+            opened[i] = [name for name in opened[i] if name not in closed]
+        return opened
 
 
 def gate_features(
@@ -342,8 +344,8 @@ def gate_features(
     families: Sequence[str],
     asked: Sequence[Sequence[str]],
 ) -> NDArray[np.float32]:
-    """Return the features that a gate's trees take: a row for each family that is `asked` about
-    each of `problems`."""
+    """Return the input of a gate's trees: for each of `problems`, a row for each family `asked` for
+    it."""
     own = operation_features(operation, problems, device)
     places = [families.index(name) for names in asked for name in names]
     matrix = np.empty((len(places), own.shape[1] + 1), np.float32)
@@ -357,10 +359,10 @@ class PytorchModel:
     """A model of PyTorch's own operator, which has no configs.
 
     Attributes:
-        ratio: regressor of log(its time / time of the fastest config), from `pytorch_features`; it
-            does not tell large ratios apart (`confpred.training.calibrate`).
-        margins: how large that logarithm must be for the config to be preferred, by the problem's
-            kind; for a kind that is missing, PyTorch's operator is.
+        ratio: regressor of log(its time / time of the fastest config), from `pytorch_features`;
+            large ratios are clipped in training (`confpred.training.calibrate`).
+        margins: least value of that logarithm at which the config is preferred, by the problem's
+            kind; PyTorch's operator is preferred for a kind that is missing.
     """
 
     operation: Operation
@@ -397,13 +399,13 @@ def pytorch_features(
 def with_pytorch(
     options: Options, slowdown: tuple[float, float] | None, fastest_s: float | None = None
 ) -> Options:
-    """Put PyTorch's own operator among `options`, before those that do not beat it even if its
-    time is overestimated.
+    """Put PyTorch's operator among `options`, before those that do not beat it even if its time is
+    overestimated.
 
     Args:
         options: configs, fastest first.
-        slowdown: as of `PytorchModel.slowdowns`; None where that is not known.
-        fastest_s: seconds of the fastest config, where that is not among `options`.
+        slowdown: see `PytorchModel.slowdowns`; None without such a model.
+        fastest_s: seconds of the fastest config, if it is not among `options`.
     """
     if not options or slowdown is None:
         return options

@@ -3,9 +3,9 @@
 ``import lightgbm`` costs 0.2 to 1 s; its shared library loads in a few milliseconds, and gives the
 same answers to the bit.
 
-LightGBM follows what a text says wherever it leads: behind a row, or into an endless loop. So a
-text is checked before it is parsed. It is a head, the trees with a line for each of their fields,
-and the line ``end of trees``. A model's texts have the fields that predictions need
+LightGBM trusts the text: a damaged one can make it read out of bounds or loop for ever. So a text
+is checked before it is parsed. It is a head, the trees with a line for each of their fields, and
+the line ``end of trees``. A model's texts have the fields that predictions need
 (`confpred.training.fit.text_of`); LightGBM's own have more.
 
     Tree=0
@@ -48,7 +48,7 @@ _HEADER = re.compile(rb"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 _PARAMETERS = b"num_threads=1 verbosity=-1"
 #: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
 _parsing = threading.Lock()
-#: Where LightGBM writes how many values it wrote, which is known: one address for all calls.
+#: Where LightGBM writes the number of values, which nobody reads: one place for all calls.
 _count = ctypes.byref(ctypes.c_int64())
 
 
@@ -56,8 +56,8 @@ class Trees:
     """A boosted ensemble of regression trees. Immutable; safe to share between threads, whose
     predictions run side by side, and to fork.
 
-    The text is checked and parsed by the first prediction, as far as that needs it: to check all of
-    a model takes 0.1 s.
+    The first prediction checks and parses the trees that it needs; to check all trees of a model
+    takes 0.1 s.
 
     Attributes:
         features: names of the columns of the matrix that `predict` takes.
@@ -67,7 +67,7 @@ class Trees:
         """Take an ensemble in LightGBM's text form, which is from `origin`.
 
         Raises:
-            ModelError: it does not begin as such a text does.
+            ModelError: the text does not begin as that form does.
         """
         text = text.encode() if isinstance(text, str) else text
         header = _HEADER.match(text)
@@ -90,7 +90,7 @@ class Trees:
         """Check the text, or the part that a prediction needs, and return it.
 
         Raises:
-            ModelError: LightGBM would read what is not there, or never end.
+            ModelError: the text would make LightGBM read out of bounds or loop for ever.
         """
         try:
             text = part_of_text(self._text, first, end)
@@ -102,14 +102,14 @@ class Trees:
     def _parse(self, first: int, end: int | None) -> ctypes.c_void_p:
         text = self.check(first, end)
         library, handle = _library(), ctypes.c_void_p()
-        found, most = ctypes.c_int(), ctypes.c_int()
+        count, most = ctypes.c_int(), ctypes.c_int()
         # One thread here too: those that OpenMP keeps are not there in a forked child, whose next
         # parallel region would wait for them for good.
         _check(library.LGBM_GetMaxThreads(ctypes.byref(most)))
         _check(library.LGBM_SetMaxThreads(1))
         try:
             load = library.LGBM_BoosterLoadModelFromString
-            _check(load(text, ctypes.byref(found), ctypes.byref(handle)))
+            _check(load(text, ctypes.byref(count), ctypes.byref(handle)))
         finally:
             _check(library.LGBM_SetMaxThreads(most))
         # Not at the end of the process, when other threads may be predicting still.
@@ -119,13 +119,13 @@ class Trees:
     def predict(
         self, matrix: NDArray[np.float32], first: int = 0, end: int | None = None
     ) -> NDArray[np.float64]:
-        """Return the value of each row of `matrix`: the sum of what some of the trees say (by
-        default, all).
+        """Return the value of each row of `matrix`: the sum of the outputs of some trees (default:
+        all).
 
         Args:
             matrix: float32, ``(rows, len(features))``.
             first: the first of these trees.
-            end: the tree behind the last one; None for all from `first` on.
+            end: the tree after the last one; None for all from `first` on.
 
         Raises:
             ModelError: the matrix does not have these columns; the text is damaged; LightGBM is not
@@ -139,15 +139,16 @@ class Trees:
         shape = (_DTYPE_FLOAT32, *matrix.shape, _ROW_MAJOR)
         with uninterrupted:
             booster, predict = self._booster(first, end), _library().LGBM_BoosterPredictForMat
-            found = (_count, _address(values))
-            _check(predict(booster, _address(matrix), *shape, *_RAW_OF_ALL, _PARAMETERS, *found))
+            outputs = (_count, _address(values))
+            _check(predict(booster, _address(matrix), *shape, *_RAW_OF_ALL, _PARAMETERS, *outputs))
         return values
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Where the elements of `array` begin; its attribute ``ctypes`` takes three times as long."""
-    found: int = array.__array_interface__["data"][0]
-    return found
+    """Return the address of an array's first element; its attribute ``ctypes`` takes three times as
+    long."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 @cache
@@ -197,8 +198,8 @@ def part_of_text(text: bytes, first: int, end: int | None) -> bytes:
         raise ModelError("the text has no end of trees")
 
     def place(tree: int) -> int:
-        found = text.find(b"\nTree=%d\n" % tree)
-        return done if found < 0 else found
+        start = text.find(b"\nTree=%d\n" % tree)
+        return done if start < 0 else start
 
     lines = text[: place(0)].split(b"\n")
     head = b"\n".join(line for line in lines if not line.startswith(b"tree_sizes="))
@@ -209,8 +210,8 @@ def check_text(text: bytes, features: int) -> None:
     """Check that LightGBM can evaluate the trees of a `part` for a row of so many features.
 
     Raises:
-        ModelError: it would read what is not there, or never end; the text says which tree and
-            field.
+        ModelError: it would read out of bounds or loop for ever; the message names the tree and
+            the field.
     """
     start, done = text.find(b"\nTree="), text.find(_END)
     _check_head(text[: done if start < 0 else start].split(b"\n"), features)
@@ -235,9 +236,9 @@ def check_text(text: bytes, features: int) -> None:
 def _check_head(lines: Sequence[bytes], features: int) -> None:
     wanted = {**dict.fromkeys(_ONE, b"1"), b"max_feature_idx": b"%d" % (features - 1)}
     for name, value in wanted.items():
-        found = [line for line in lines if line.startswith(name + b"=")]
-        if found != [name + b"=" + value]:
-            said = b" and ".join(found).decode(errors="replace") or f"no {name.decode()}"
+        entries = [line for line in lines if line.startswith(name + b"=")]
+        if entries != [name + b"=" + value]:
+            said = b" and ".join(entries).decode(errors="replace") or f"no {name.decode()}"
             raise ModelError(f"the head has {said} where it needs {name.decode()}={value.decode()}")
 
 
@@ -251,8 +252,8 @@ def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
             if name in fields:
                 raise ModelError(f"the trees have {name.decode(errors='replace')} twice")
             fields[name] = [line[len(name) + 1 :] for line in lines[place::stride]]
-        if any(found != name for found in names[place::stride]):
-            raise ModelError(f"not all trees have {name.decode(errors='replace')} at one position")
+        if any(other != name for other in names[place::stride]):
+            raise ModelError(f"not all trees have {name.decode(errors='replace')} in one place")
     for name in sorted(_NEEDED - fields.keys()):
         raise ModelError(f"the trees have no {name.decode()}")
     return fields
@@ -280,15 +281,15 @@ def _check_splits(
 
 
 def _integers(name: bytes, fields: dict[bytes, list[bytes]], count: int) -> NDArray[np.int64]:
-    """Return the integers of a field of all trees, which are to be so many."""
+    """Return the `count` integers of a field of all trees."""
     text = b" ".join(filter(None, fields[name]))
     signs = (b" " + text).count(b" -")  # each begins a number
-    found = np.zeros(0, np.int64)
+    integers = np.zeros(0, np.int64)
     if text and not text.strip(b"-0123456789 ") and text.count(b"-") == signs:
-        found = np.fromstring(text.decode(), np.int64, sep=" ")
-    if len(found) != count:
+        integers = np.fromstring(text.decode(), np.int64, sep=" ")
+    if len(integers) != count:
         raise ModelError(f"{name.decode()} of the trees has not {count} integers")
-    return found
+    return integers
 
 
 def _refuse_any(

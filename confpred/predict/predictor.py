@@ -112,6 +112,11 @@ class Predictor:
         """The models in use, by device key, without those of further operations."""
         return self._models
 
+    @property
+    def planned(self) -> tuple[Choice, ...]:
+        """Choices of the plan that is followed; empty without one."""
+        return tuple(self._planned.values())
+
     def within(self, limits: Limits) -> Predictor:
         """Return a predictor that chooses as this one does among what keeps within `limits`: a
         plan's choices and measured configs that do not are passed over.

@@ -1,1 +1,1 @@
-"""Questions: a problem, of an operation, for a device."""
+"""The input of a prediction: a problem of an operation, and a device."""

@@ -19,8 +19,8 @@ class Gradient:
     """PyTorch's operators of an activation, as captured graphs and autograd have them.
 
     Attributes:
-        operator: the gradient's, of ``torch.ops.aten``; it takes the gradient of the output, what
-            forward saved, and `arguments`.
+        operator: name of the gradient's operator in ``torch.ops.aten``; it takes the gradient of
+            the output, the tensor that forward saved, and `arguments`.
         saves_output: whether forward saves the activation's output, not its argument.
         forward: the operator of the forward pass, if it has another name than the activation; it
             takes the argument, and `forward_arguments`.
@@ -49,7 +49,7 @@ ACTIVATIONS = tuple(GRADIENTS)
 
 
 def activation_macro(name: str) -> tuple[str, str]:
-    """``ACTIVATION``, as kernels know it."""
+    """Return the macro ``ACTIVATION`` of the kernels."""
     return "ACTIVATION", f"ACTIVATION_{name.upper()}"
 
 
@@ -57,8 +57,8 @@ def activated(name: str, x: Tensor) -> Tensor:
     """Return `x` after the activation `name`, by PyTorch's function."""
     import torch.nn.functional as F
 
-    found: Tensor = x if name == "none" else getattr(F, name)(x)
-    return found
+    out: Tensor = x if name == "none" else getattr(F, name)(x)
+    return out
 
 
 def saved_of(name: str, argument: Tensor) -> Tensor:
@@ -68,12 +68,13 @@ def saved_of(name: str, argument: Tensor) -> Tensor:
 
 
 def argument_grad(name: str, grad: Tensor, saved: Tensor) -> Tensor:
-    """Return the gradient before the activation `name`, given that after it, and `saved_of`."""
+    """Return the gradient of the argument of activation `name`, from the gradient of its output and
+    the tensor `saved`."""
     import torch
 
     gradient = GRADIENTS[name]
     if gradient is None:
         return grad
     operator = getattr(torch.ops.aten, gradient.operator)
-    found: Tensor = operator(grad, saved, *gradient.arguments)
-    return found
+    before: Tensor = operator(grad, saved, *gradient.arguments)
+    return before

@@ -1,8 +1,8 @@
 """Convolution in one, two or three spatial dimensions, whose tensors may be channels first, and
 transposed convolution: its *problem*, and the operation.
 
-Two-dimensional convolution of channels-last images is a kind of problem of its own, the older and
-larger one (`confpred.problem.conv2d`); `ConvNd.as_conv2d` says which of these equal one of those.
+Two-dimensional convolution of channels-last images is a kind of problem of its own
+(`confpred.problem.conv2d`); `ConvNd.as_conv2d` converts a problem that is the same computation.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _INPUT, _FILTER, _OUTPUT = ("d", "h", "w"), ("t", "r", "s"), ("z", "p", "q")
 _NEUTRAL: Mapping[str, int] = {"stride": 1, "padding": 0, "dilation": 1}
 
 
-@dataclass(frozen=True)  # without slots, as the sizes that are asked for most are kept
+@dataclass(frozen=True)  # without slots, for cached properties
 class ConvNd(Record):
     """One convolution of one layer of `rank` spatial dimensions.
 
     The sizes are those of the layer, whatever the direction: ``dgrad`` computes the gradient of the
     input from that of the output, ``wgrad`` the gradient of the filter. A transposed convolution is
-    a ``dgrad``, whose "input" is what it computes; so that alone may have a bias of `c` values and
-    an activation, too.
+    a ``dgrad``, which computes the "input"; so a ``dgrad`` too may have a bias, of `c` values, and
+    an activation.
 
     Attributes:
         n, c, d, h, w: input batch, channels, depth, height, width (``LIMITS`` has each range).
@@ -173,7 +173,8 @@ class ConvNd(Record):
         return super().from_json(fields)
 
     def layer(self) -> ConvNd:
-        """`self` with all that a user chooses made the same: batch, dtype, direction, epilogue."""
+        """Return the problem with fixed values for all that a user chooses: batch, dtype,
+        direction, epilogue."""
         return replace(
             self, n=1, dtype="float16", direction="fprop", bias=False, activation="none",
             residual=False, deterministic=False,
@@ -275,7 +276,7 @@ class ConvNd(Record):
 
     def as_conv2d(self) -> Problem | None:
         """Return the convolution of channels-last images that is the same computation on the same
-        memory; None where there is none.
+        memory; None if there is none.
 
         An axis without taps and stride is one more of the batch where it is the first, and one more
         of the width where a filter has nothing in the two others.
@@ -320,9 +321,9 @@ class ConvNd(Record):
         )
 
     def to_texts(self) -> dict[str, str]:
-        """Return the texts of all fields, sizes first, each axis at its position."""
-        known = super().to_texts()
-        texts = {name: known[name] for name in dict.fromkeys((*"ncdhwktrs", *known))}
+        """Return the texts of all fields, sizes first, each axis in its place."""
+        fields = super().to_texts()
+        texts = {name: fields[name] for name in dict.fromkeys((*"ncdhwktrs", *fields))}
         for name in _NEUTRAL:
             own = getattr(self, name)[MAX_RANK - self.rank :]
             texts[name] = str(own[0]) if len(set(own)) == 1 else "x".join(map(str, own))
@@ -334,8 +335,9 @@ OWN_FIELDS = frozenset(("d", "t", "rank", "layout", "cut"))
 
 
 def kind_of(fields: object) -> type[Problem] | type[ConvNd]:
-    """Return the record of a convolution whose fields are named so: `ConvNd` where one is a field
-    of `ConvNd` alone or is like one, or where ``w`` or ``s`` is there without ``h`` and ``r``."""
+    """Return the class of a convolution with fields of these names: `ConvNd` if one of them is, or
+    is close to, a field of `ConvNd` alone, or if ``w`` or ``s`` is there without ``h`` and ``r``.
+    """
     if not isinstance(fields, Mapping):
         return Problem  # which refuses it
     own = ConvNd._fields()
@@ -359,7 +361,7 @@ _MOST_ALIGNED = 64
 
 class ConvNds:
     """Tensors are of the problem's layout, with an axis for each of its rank; names as of
-    `confpred.problem.conv2d.Convolution`. The bias of a ``dgrad`` has `c` values."""
+    `confpred.problem.conv2d.Convolutions`. The bias of a ``dgrad`` has `c` values."""
 
     name = "conv"
     problem: type[Record] = ConvNd
@@ -385,16 +387,17 @@ class ConvNds:
         )
 
     def features(self, problem: ConvNd, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64."""
+        """Return the features. Logarithms are to base 2; `align_c` is the power of two that divides
+        `c`, up to 64."""
         p = problem
         sizes = (p.n, p.c, p.k, *p.output_shape, p.groups, p.minimum_bytes)
         costs = (p.flops / p.minimum_bytes, device.roofline_s(p))
-        n, c, k, z, height, width, groups, *rest = np.log2(np.array((*sizes, *costs))).tolist()
+        n, c, k, z, height, width, groups, *work = np.log2(np.array((*sizes, *costs))).tolist()
         row = (
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype), p.rank, not p.is_channels_last,
             n, c, k, z, height, width, *p.filter_shape, p.group_width, groups, *p.stride,
             *p.dilation, p.cut, p.bias, ACTIVATIONS.index(p.activation), p.residual,
-            p.deterministic, *rest,
+            p.deterministic, *work,
             *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k, p.w, p.q)),
         )  # fmt: skip
         return np.array([row], np.float32)
@@ -440,8 +443,8 @@ class ConvNds:
                 grad, t["filter"], t.get("bias"), stride, padding, more, p.groups, dilation
             )
             return self._finished(p, out, t)
-        # The operator reads only the sizes of the operand whose gradient is asked for; but one that
-        # lay in another way would be copied.
+        # The operator reads only the sizes of the operand whose gradient it computes; but it would
+        # copy one of another memory layout.
         x, weight = (
             t[name] if name in t else self._channels_second(p, grad.new_empty(shapes[name]))
             for name in ("in", "filter")

@@ -46,7 +46,7 @@ _ONLY_IN = (
     ("residual", False, ("fprop",)),
     ("deterministic", False, ("wgrad",)),
 )
-#: The same for all problems of a layer, which differ in them alone.
+#: Fields in which the problems of one layer differ, and the values that `Problem.layer` gives them.
 _OF_A_LAYER: Mapping[str, Any] = {
     "n": 1,
     "dtype": "float16",
@@ -55,7 +55,7 @@ _OF_A_LAYER: Mapping[str, Any] = {
 }
 
 
-@dataclass(frozen=True)  # without slots, as the sizes that are asked for most are kept
+@dataclass(frozen=True)  # without slots, for cached properties
 class Problem(Record):
     """One convolution of one layer, sizes as PyTorch's ``conv2d`` counts them.
 
@@ -141,7 +141,8 @@ class Problem(Record):
         raise InvalidProblem(name, getattr(self, name), allowed)
 
     def layer(self) -> Problem:
-        """`self` with batch, dtype, direction and epilogue made all the same."""
+        """Return the problem with fixed values for all that a user chooses: batch, dtype,
+        direction, epilogue."""
         return replace(self, **_OF_A_LAYER)
 
     @cached_property
@@ -176,7 +177,7 @@ class Problem(Record):
 
     @property
     def kind(self) -> str:
-        """Its grouping, and whether more than the convolution is to be computed."""
+        """The grouping, and whether more than the convolution is computed."""
         fused = self.bias or self.has_epilogue
         return f"fused {self.grouping}" if fused else self.grouping
 
@@ -223,8 +224,8 @@ def output_size(size: int, filter_size: int, stride: int, padding: int, dilation
 def places_read(
     size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
 ) -> int:
-    """How many of `size` positions along an axis are under a tap for some output."""
-    if dilation == 1 and stride <= taps:  # patches overlap: all from the first to the last row
+    """Return how many of `size` places along an axis lie under some tap of some window."""
+    if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
         return max(min((outputs - 1) * stride + taps - padding, size), 0)
     read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: first padded row
     return (read >> padding & (1 << size) - 1).bit_count()
@@ -274,13 +275,13 @@ class Kind(NamedTuple):
         )
 
     def stand_ins(self) -> tuple[Kind, ...]:
-        """Kinds whose kernels are most like its own, the best first: with less of an epilogue, then
+        """Return the kinds of the most similar kernels, best first: with less of an epilogue, then
         of the other dtype of that size."""
         plain = self._replace(activation="none")
         fewer = (self, plain, plain._replace(bias=False, residual=False))
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(self.dtype)
-        found = fewer if other is None else (*fewer, *(k._replace(dtype=other) for k in fewer))
-        return tuple(dict.fromkeys(found))[1:]
+        kinds = fewer if other is None else (*fewer, *(k._replace(dtype=other) for k in fewer))
+        return tuple(dict.fromkeys(kinds))[1:]
 
 
 _THREADS = 256
@@ -301,8 +302,8 @@ _MOST_ALIGNED = 64
 
 
 def product(problem: Any) -> tuple[int, int, int]:
-    """Rows, columns and terms of a sum, of the matrix product that a group's convolution is; in
-    any number of dimensions."""
+    """Return rows, columns and terms of a sum of the matrix product that computes one group, in any
+    number of dimensions."""
     p, pixels = problem, problem.output_elements // problem.k
     width, depth = p.group_width, p.k // p.groups
     if p.direction == "fprop":
@@ -312,7 +313,7 @@ def product(problem: Any) -> tuple[int, int, int]:
     return depth, p.taps * width, pixels
 
 
-class Convolution:
+class Convolutions:
     """Activations are N H W C (and N P Q K), filters K R S C/groups; names as in `operands`."""
 
     name = "conv2d"
@@ -342,18 +343,18 @@ class Convolution:
         )
 
     def features(self, problem: Problem, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2; `align_c` is the power of two that divides `c`, up to 64, as
-        tensor cores want channels in such portions."""
+        """Return the features. Logarithms are to base 2; `align_c` is the power of two that divides
+        `c`, up to 64, as tensor cores read channels in such portions."""
         p = problem
         costs = (p.minimum_bytes, p.flops / p.minimum_bytes, device.roofline_s(p))
         sizes = (p.n, p.c, p.k, p.p, p.q, p.groups, *costs, *product(p))
-        n, c, k, height, width, groups, *rest = np.log2(np.array(sizes, np.float64)).tolist()
+        n, c, k, height, width, groups, *work = np.log2(np.array(sizes, np.float64)).tolist()
         row = (
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype),
             n, c, k, height, width, p.r, p.s,
             p.group_width, groups, *p.stride, *p.dilation, *p.padding,
             p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic,
-            *rest, *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
+            *work, *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
         )  # fmt: skip
         return np.array([row], np.float32)
 
@@ -392,7 +393,7 @@ class Convolution:
             if p.residual:
                 out = out + t["residual"]
             return activated(p.activation, out)
-        # The operator reads only the sizes of the operand whose gradient is asked for.
+        # The operator reads only the sizes of the operand whose gradient it computes.
         shapes = {"in": (p.n, p.h, p.w, p.c), "filter": (p.k, p.r, p.s, p.group_width)}
         x, weight = (
             t[name] if name in t else t["out_grad"].new_empty(*shape).permute(0, 3, 1, 2)
@@ -404,8 +405,8 @@ class Convolution:
 def gradients_by_pytorch(
     problem: Any, out_grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *axes: Any
 ) -> Any:
-    """Return the gradients of `problem`, of any rank, by PyTorch's operator; None for one that is
-    not asked for. `axes` are stride, padding and dilation."""
+    """Return the gradients of `problem`, of any rank, by PyTorch's operator; None for one that the
+    direction does not need. `axes` are stride, padding and dilation."""
     import torch
 
     p = problem
@@ -426,15 +427,15 @@ def kernel_sizes(problem: Problem, names: str) -> dict[str, int]:
     """Return a kernel's arguments for a problem: the sizes in `names`, such as ``n c h w pad_h
     pad_w``, in that order."""
     p = problem
-    known = {name: getattr(p, name) for name in (*"nchwkrspq", "groups")}
+    sizes = {name: getattr(p, name) for name in (*"nchwkrspq", "groups")}
     for name, pair in (("stride", p.stride), ("pad", p.padding), ("dilation", p.dilation)):
-        known[f"{name}_h"], known[f"{name}_w"] = pair
-    return {name: known[name] for name in names.split()}
+        sizes[f"{name}_h"], sizes[f"{name}_w"] = pair
+    return {name: sizes[name] for name in names.split()}
 
 
 def dtype_macro(problem: Record) -> tuple[str, str]:
-    """``DTYPE``, as ``kernels/common.cuh`` knows it."""
+    """Return the macro ``DTYPE`` of ``kernels/common.cuh``."""
     return "DTYPE", f"DTYPE_{problem.dtype.upper()}"
 
 
-CONVOLUTION = Convolution()
+CONVOLUTION = Convolutions()

@@ -4,7 +4,7 @@ The table of GPU models, ``devices.json``, has two parts. ``architectures`` are 
 multiprocessor (CUDA Programming Guide, "Compute Capabilities"). ``boards`` are sizes and rates of
 one GPU model each: ``sheet`` has its maker's figures for device memory (GB/s), dense half-precision
 products with float32 sums, and float32 arithmetic (TFLOP/s); ``source`` is where. The rates beside
-it are those that kernels reach: measured on the H100 and the H200 (device copy, 8192^3 products),
+it are rates that kernels reach: measured on the H100 and the H200 (device copy, 8192^3 products),
 and 80 to 95 % of the sheet's for the others. Fewer multiprocessors, slower memory or a lower clock
 make another GPU model: a model's times are of one device, and so is the order of configs.
 
@@ -43,7 +43,7 @@ class Device:
     """One GPU model.
 
     Attributes:
-        key: short name, as users type it and as models are filed under.
+        key: short name that users type, and that models are stored under.
         product: the name that the driver reports (others: ``devices.json``).
         arch: NVRTC target.
         sm_count: multiprocessors.
@@ -69,8 +69,8 @@ class Device:
     warps_per_sm: int = 64
     blocks_per_sm: int = 32
 
-    # Alike in every architecture from sm_80 on (CUDA Programming Guide, "Compute Capabilities"):
-    # registers of a multiprocessor, and the driver's part of each block's shared memory.
+    # The same in every architecture from sm_80 on (CUDA Programming Guide, "Compute Capabilities"):
+    # registers of a multiprocessor, and shared memory that the driver takes of each block.
     regs_per_sm = 65_536
     smem_reserved_per_block = 1_024
 
@@ -152,7 +152,8 @@ def listed(name: str) -> Device | None:
 
 
 def introduce(device: Device) -> None:
-    """Make `get_device` find a model's own device in this process. The table takes precedence."""
+    """Register a model's own device for `get_device` in this process. The table takes
+    precedence."""
     _introduced[device.key] = device
 
 
@@ -161,19 +162,19 @@ def device_from(fields: Mapping[str, Any]) -> Device:
     them.
 
     Raises:
-        DataError: a field is missing or is no possible value.
+        DataError: a field is missing, or its value is impossible.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(Device):
         kind: Any = {"str": str, "int": int, "float": float}[str(field.type)]
         value: Any = fields.get(field.name, field.default)
         if value is dataclasses.MISSING:
             raise DataError(f"a device's {field.name} is missing")
-        known = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
-        if not known or not value:
+        is_valid = isinstance(value, kind) and (kind is str or 0 < value < math.inf)
+        if not is_valid or not value:
             raise DataError(f"a device's {field.name} is {value!r}, not {kind.__name__} above 0")
-        found[field.name] = value
-    return Device(**found)
+        values[field.name] = value
+    return Device(**values)
 
 
 def plain(name: str) -> str:
@@ -183,12 +184,12 @@ def plain(name: str) -> str:
 
 def key_of(name: str) -> str:
     """Return the key for a driver's name of a GPU, such as ``rtx-a2000`` for ``NVIDIA RTX A2000``.
-    A key is its own."""
+    The key of a key is itself."""
     words = plain(name).removeprefix("nvidia ").removeprefix("geforce ")
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:_MOST_CHARACTERS]
 
 
-class Remembered(NamedTuple):
+class StoredDescription(NamedTuple):
     """A driver's description of a GPU: the driver's version, and the fields of a `Device`."""
 
     driver: str
@@ -201,8 +202,8 @@ def remembered_folder() -> Path:
     return Path(chosen or user_folder("cache")) / "devices"
 
 
-def recall(key: str) -> Remembered | None:
-    """Return the driver's description of a device; None if there is no whole one."""
+def recall(key: str) -> StoredDescription | None:
+    """Return the stored description of a device; None if there is none, or an incomplete one."""
     path = remembered_folder() / f"{key}.json"
     if not key or not path.is_file():
         return None
@@ -210,7 +211,7 @@ def recall(key: str) -> Remembered | None:
         content = read_json(path, "a description of a device", FORMAT)
         driver, board = content.get("driver"), content.get("board")
         if isinstance(driver, str) and isinstance(board, dict) and board.get("key") == key:
-            return Remembered(driver, board)
+            return StoredDescription(driver, board)
         raise DataError(f"{path} is no description of {key}")
     except DataError as error:
         log.warning("%s", error)
@@ -218,7 +219,7 @@ def recall(key: str) -> Remembered | None:
 
 
 def remember(driver: str, board: Mapping[str, Any]) -> None:
-    """Keep a driver's description of the device with the fields `board`. If the folder cannot be
+    """Store a driver's description of the device with the fields `board`. If the folder cannot be
     written, the next process measures again."""
     content = {"format": FORMAT, "driver": driver, "board": dict(board)}
     try:
@@ -228,9 +229,9 @@ def remember(driver: str, board: Mapping[str, Any]) -> None:
 
 
 def _remembered(name: str) -> Device | None:
-    found = recall(key_of(name))
+    description = recall(key_of(name))
     try:
-        return found and device_from(found.board)
-    except DataError as error:  # as if it had never been kept: the driver is asked again
+        return description and device_from(description.board)
+    except DataError as error:  # as if it had never been stored: the driver is asked again
         log.warning("the description of %s is damaged: %s", name, error)
         return None

@@ -10,9 +10,9 @@ from confpred.errors import InvalidInput
 from confpred.problem.operation import Launch
 from confpred.problem.record import Record
 
-#: Relative error in the 2-norm, against float64, of sums in float32 whose rounding to the dtype
-#: happens once or twice: those of confpred kernels, and of cuBLAS. In ``datasets/h200`` the
-#: largest of these are 3.0e-4, 1.8e-3 and 9e-7. A library's plans tell their own (`Plan.error`).
+#: Relative error in the 2-norm, against float64, of sums in float32 that are rounded to the dtype
+#: once or twice, as in confpred's kernels and cuBLAS. The largest of confpred's kernels in
+#: ``datasets/h200`` are 3.0e-4, 1.8e-3 and 9e-7. A library's plan has `LibraryPlan.error`.
 ORDINARY_ERROR: Mapping[str, float] = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 2e-6}
 #: The same where float32 inputs are rounded to TF32.
 TF32_ERROR = 6e-4
@@ -28,11 +28,11 @@ SCHEMA: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the needs and errors of a choice. By default all that is as exact as PyTorch's own
-    is allowed.
+    """Limits on the workspace and the error of a choice. By default, everything that is as exact
+    as PyTorch's operator is allowed.
 
-    PyTorch's own operator is never refused: what it needs, and whether it repeats to the bit, is
-    set by PyTorch's own switches.
+    PyTorch's operator is never refused: PyTorch's own switches set its workspace and whether it
+    repeats to the bit.
 
     Attributes:
         workspace_bytes: most device memory beside the operands that a launch may need; None for
@@ -69,11 +69,11 @@ class Limits:
         """Return the limits that a JSON object of some of the attributes names.
 
         Raises:
-            InvalidInput: it is none.
+            InvalidInput: `value` is no such object.
         """
-        known = cls.__dataclass_fields__
-        if not isinstance(value, dict) or not set(value) <= set(known):
-            raise InvalidInput("limits", value, f"an object of {', '.join(known)}")
+        fields = cls.__dataclass_fields__
+        if not isinstance(value, dict) or not set(value) <= set(fields):
+            raise InvalidInput("limits", value, f"an object of {', '.join(fields)}")
         return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class Limits:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def allow(self, problem: Record, launch: Launch) -> bool:
-        """Whether `launch`, which computes `problem`, keeps within. The workspace of a library's
-        plan is known when it is built; until then it counts as nothing."""
+        """Return whether `launch`, which computes `problem`, keeps within the limits. The workspace
+        of a library's plan counts as 0 until the plan is built."""
         if self.workspace_bytes is not None and launch.workspace_bytes > self.workspace_bytes:
             return False
         if launch.tf32 and not self.tf32:
@@ -94,5 +94,5 @@ class Limits:
         return error <= (ordinary if self.max_error is None else self.max_error)
 
 
-#: Nothing is limited.
+#: No limits.
 UNLIMITED = Limits()

@@ -72,7 +72,8 @@ class LinearChain(Record):
             raise InvalidProblem("hidden", self.hidden, "that of outputs where layers is 1")
 
     def layer(self) -> LinearChain:
-        """`self` with all that a user chooses made the same: batch, dtype and length."""
+        """Return the problem with fixed values for all that a user chooses: batch, dtype and
+        length."""
         return LinearChain(1, self.inputs, self.hidden, self.outputs, min(self.layers, 2))
 
     @property
@@ -105,8 +106,8 @@ _THREADS = 256
 
 
 class LinearChains:
-    """Operands: ``in`` (batch, inputs), ``out`` (batch, outputs), and of layer i, from 0,
-    ``weight<i>`` (features after, features before) and ``bias<i>``."""
+    """The operation. Operands: ``in`` (batch, inputs), ``out`` (batch, outputs), and of layer i,
+    from 0, ``weight<i>`` (features after, features before) and ``bias<i>``."""
 
     name = "linear_chain"
     problem: type[Record] = LinearChain
@@ -116,21 +117,22 @@ class LinearChains:
     )  # fmt: skip
 
     def operands(self, problem: LinearChain) -> tuple[Operand, ...]:
-        """Made-up weights keep the size of what passes through them, as trained ones do."""
+        """Return the operands. Made-up weights keep the size of what passes through them, as
+        trained ones do."""
         p = problem
-        found = [
+        operands = [
             Operand("out", (p.batch, p.outputs), p.dtype, terms=sum(p.widths[:-1])),
             Operand("in", (p.batch, p.inputs), p.dtype),
         ]
         for index, (before, after) in enumerate(pairwise(p.widths)):
             scale = min(1.0, (6.0 / before) ** 0.5)
-            found.append(Operand(f"weight{index}", (after, before), p.dtype, scale=scale))
+            operands.append(Operand(f"weight{index}", (after, before), p.dtype, scale=scale))
             if p.bias:
-                found.append(Operand(f"bias{index}", (after,), p.dtype, scale=0.5))
-        return tuple(found)
+                operands.append(Operand(f"bias{index}", (after,), p.dtype, scale=0.5))
+        return tuple(operands)
 
     def features(self, problem: LinearChain, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2."""
+        """Return the features. Logarithms are to base 2."""
         p = problem
         intensity = p.flops / p.minimum_bytes
         row = (

@@ -35,7 +35,8 @@ EPS, MOMENTUM = 1e-5, 0.1
 
 @dataclass(frozen=True, slots=True)
 class OfActivations(Record):
-    """Base of the problems of norms: what is the same whatever their statistics are of."""
+    """Base of the problems of norms: the properties that do not depend on what statistics are taken
+    of."""
 
     if TYPE_CHECKING:
 
@@ -60,7 +61,7 @@ class OfActivations(Record):
 
     @property
     def is_read_once(self) -> bool:
-        """Whether the input is written from as soon as it is read."""
+        """Whether the output can be written without reading the input a second time."""
         raise NotImplementedError
 
     @property
@@ -81,9 +82,10 @@ class OfActivations(Record):
 
     @property
     def passes(self) -> int:
-        """How often such a tensor crosses device memory where none fits into a cache: statistics
-        are known only when all was read, and are needed to write anything. Backward reads two
-        tensors again; with a residual, the gradient of the first pass is one of them."""
+        """Tensors that cross device memory if none fits into a cache, each counted as often as it
+        does. Nothing can be written before statistics of the whole input are computed, so it is
+        read twice. Backward reads two tensors again; with a residual, the first pass wrote one of
+        them."""
         return self.tensors + (0 if self.is_read_once else 1 + self.is_backward)
 
     @property
@@ -143,7 +145,8 @@ class BatchNorm(OfActivations):
             raise InvalidProblem("n", self.n, "more than one value a channel, unless frozen")
 
     def layer(self) -> BatchNorm:
-        """`self` with all that a user chooses made the same: batch, dtype, direction."""
+        """Return the problem with fixed values for all that a user chooses: batch, dtype,
+        direction."""
         return BatchNorm(2, self.h, self.w, self.c)
 
     @property
@@ -227,7 +230,8 @@ class BatchNorms:
         )
 
     def features(self, problem: BatchNorm, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2; `l2_share` is the activations' share of the L2 cache."""
+        """Return the features. Logarithms are to base 2; `l2_share` is the activations' share of
+        the L2 cache."""
         p = problem
         sizes = (p.rows, p.c, p.minimum_bytes, p.tensor_bytes, device.roofline_s(p))
         rows, channels, moved, tensor, roofline = np.log2(np.array(sizes, np.float64)).tolist()
@@ -258,7 +262,7 @@ class BatchNorms:
     def prepared(
         self, problem: BatchNorm, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return `tensors`, and what PyTorch's own forward pass leaves to its backward pass."""
+        """Return `tensors`, and the tensors that PyTorch's forward pass saves for backward."""
         import torch
 
         p, t = problem, dict(tensors)
@@ -276,7 +280,7 @@ class BatchNorms:
 
     def pytorch(self, problem: BatchNorm, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return the output, or the gradients, by the operators that eager PyTorch calls. Forward
-        updates the running statistics in place; `prepared` saves backward the forward pass."""
+        updates the running statistics in place; backward takes the tensors of `prepared`."""
         import torch
         import torch.nn.functional as F
 
@@ -289,12 +293,12 @@ class BatchNorms:
             return activated(p.activation, out + _image(t["residual"]) if p.residual else out)
         t = t if "saved" in t else self.prepared(p, t)
         grad = argument_grad(p.activation, _image(t["out_grad"]), t["saved"])
-        found = torch.ops.aten._batch_norm_impl_index_backward(
+        grads = torch.ops.aten._batch_norm_impl_index_backward(
             int(t["implementation"]), _image(t["in"]), grad, t.get("weight"),
             t.get("running_mean"), t.get("running_var"), t["saved_mean"], t["saved_invstd"],
             not p.frozen, EPS, [True, p.affine, p.affine], t["reserve"],
         )  # fmt: skip
-        return found[0], *((grad,) if p.residual else ()), *(found[1:] if p.affine else ())
+        return grads[0], *((grad,) if p.residual else ()), *(grads[1:] if p.affine else ())
 
 
 #: Outputs of the reference's kernels, by their numbers.

@@ -98,7 +98,8 @@ class Norm(OfActivations):
             raise InvalidProblem("centred", False, "true, unless p and groups are 1")
 
     def layer(self) -> Norm:
-        """`self` with all that a user chooses made the same: batch, dtype, direction."""
+        """Return the problem with fixed values for all that a user chooses: batch, dtype,
+        direction."""
         return Norm(1, self.p, self.c, self.groups, centred=self.centred)
 
     @property
@@ -126,7 +127,7 @@ class Norm(OfActivations):
 
     @property
     def is_trivial(self) -> bool:
-        """Whether a group has so few values that the input's gradient is none but for eps."""
+        """Whether a group has so few values that the input's gradient would be 0 but for `eps`."""
         return self.p * self.width <= 2
 
     @property
@@ -206,8 +207,8 @@ class Norms:
         )
 
     def features(self, problem: Norm, device: Device) -> NDArray[np.float32]:
-        """Logarithms are to base 2; shares are those that the activations, and a sample of them,
-        have of the L2 cache."""
+        """Return the features. Logarithms are to base 2; shares are those of the L2 cache that the
+        activations, and one sample of them, take."""
         p = problem
         sizes = (
             p.n, p.p, p.c, p.width, p.groups, p.minimum_bytes, p.tensor_bytes, device.roofline_s(p),
@@ -245,7 +246,7 @@ class Norms:
     def prepared(
         self, problem: Norm, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return `tensors`, and what PyTorch's own forward pass leaves to its backward pass."""
+        """Return `tensors`, and the tensors that PyTorch's forward pass saves for backward."""
         p, t = problem, dict(tensors)
         if not p.is_backward:
             return t
@@ -256,7 +257,7 @@ class Norms:
 
     def pytorch(self, problem: Norm, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Return the output, or the gradients, by the operators that eager PyTorch calls;
-        `prepared` saves backward the forward pass."""
+        backward takes the tensors of `prepared`."""
         p, t = problem, tensors
         if not p.is_backward:
             out, _ = _normalised(p, t)
@@ -277,7 +278,7 @@ class Norms:
 def _normalised(
     p: Norm, t: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the normalised tensor (n, c, p), and what is saved for `_gradients`."""
+    """Return the normalised tensor (n, c, p), and the tensors that `_gradients` needs."""
     import torch
 
     x, weight, bias = t["in"], t.get("weight"), t.get("bias")
@@ -300,7 +301,7 @@ def _normalised(
             out, saved = out.view(x.shape), [*saved, torch.tensor(used)]
         else:
             out, *saved = torch.native_group_norm(x, *own, p.n, p.c, p.p, p.groups, EPS)
-    kept = {"x": x, **{f"saved_{i}": each for i, each in enumerate(saved)}}
+    kept = {"x": x, **{f"saved_{i}": tensor for i, tensor in enumerate(saved)}}
     if p.adaptive and weight is not None:
         kept["unit"] = out
         out = out * weight[..., None]
@@ -311,8 +312,8 @@ def _normalised(
 def _gradients(
     p: Norm, t: Mapping[str, torch.Tensor], grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the input (n, p, c), weight and bias, given that of the normalised
-    tensor and what `_normalised` saved."""
+    """Return the gradients of the input (n, p, c), weight and bias, from that of the normalised
+    tensor and the tensors that `_normalised` saved."""
     import torch
 
     aten, x, weight, bias = torch.ops.aten, t["x"], t.get("weight"), t.get("bias")
@@ -322,31 +323,31 @@ def _gradients(
         grad, weight, bias = grad * weight[..., None], None, None
     saved = [t[f"saved_{i}"] for i in range(sum(name[:6] == "saved_" for name in t))]
     mask = [True, weight is not None, bias is not None]
-    found: Any
+    grads: Any
     if p.is_of_rows:
         rows = _image(p, grad)
         if p.centred:
-            found = aten.native_layer_norm_backward(rows, x, [p.c], *saved, weight, bias, mask)
+            grads = aten.native_layer_norm_backward(rows, x, [p.c], *saved, weight, bias, mask)
         else:
-            found = aten._fused_rms_norm_backward(rows, x, [p.c], *saved, weight, mask[:2])
-            found = *found, rows.sum((0, 1))
+            grads = aten._fused_rms_norm_backward(rows, x, [p.c], *saved, weight, mask[:2])
+            grads = *grads, rows.sum((0, 1))
     else:
         grad = grad.contiguous()
         if p.is_instance_norm:
             *statistics, reserve, used = saved
-            each = None if weight is None else weight.repeat(p.n)
-            found = aten._batch_norm_impl_index_backward(
-                int(used), x.view(1, -1, p.p), grad.view(1, -1, p.p), each, None, None, *statistics,
+            wide = None if weight is None else weight.repeat(p.n)
+            grads = aten._batch_norm_impl_index_backward(
+                int(used), x.view(1, -1, p.p), grad.view(1, -1, p.p), wide, None, None, *statistics,
                 True, EPS, mask, reserve,
             )  # fmt: skip
-            of_weights = (g if g is None else g.view(p.n, p.c).sum(0) for g in found[1:])
-            found = found[0].view(x.shape), *of_weights
+            of_weights = (g if g is None else g.view(p.n, p.c).sum(0) for g in grads[1:])
+            grads = grads[0].view(x.shape), *of_weights
         else:
-            found = aten.native_group_norm_backward(
+            grads = aten.native_group_norm_backward(
                 grad, x, *saved, weight, p.n, p.c, p.p, p.groups, mask
             )
-        found = _image(p, found[0]), *found[1:]
-    return found if adaptive is None else (found[0], *adaptive)
+        grads = _image(p, grads[0]), *grads[1:]
+    return grads if adaptive is None else (grads[0], *adaptive)
 
 
 def _image(p: Norm, x: torch.Tensor) -> torch.Tensor:
@@ -354,7 +355,7 @@ def _image(p: Norm, x: torch.Tensor) -> torch.Tensor:
 
 
 def norm_macros(problem: Norm) -> tuple[tuple[str, int | str], ...]:
-    """Macros of the norm: whether it subtracts a mean, and what its weights are."""
+    """Return the macros of the norm: whether it subtracts a mean, and the shape of its weights."""
     p = problem
     return (
         ("CENTRED", int(p.centred)),

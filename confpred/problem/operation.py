@@ -1,4 +1,5 @@
-"""Computations, whichever kernel does them: an *operation*, its operands and its launches.
+"""An *operation*, which is a kind of computation whichever kernel does it; its operands and
+launches.
 
 Convolution is one (`confpred.problem.conv2d`); ``docs/adding-a-kernel.md`` adds another.
 """
@@ -19,17 +20,17 @@ from confpred.problem.record import ITEMSIZES, Record
 if TYPE_CHECKING:
     import torch
 
-#: Operands that a launch may ask for beside its operation's: see `Launch`.
+#: Operands that a launch may have beside its operation's: see `Launch`.
 ZEROED, SCRATCH = "zeroed", "scratch"
 #: The float64 output of a reference kernel.
 REFERENCE = "reference"
-#: A step without a confpred kernel: products by the cuBLAS of the PyTorch that is installed.
+#: A step without a confpred kernel: products by the cuBLAS of the installed PyTorch.
 PRODUCTS = "cublas"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """All that decides a compiled kernel, save the compiler and the target.
+    """Everything that determines a compiled kernel, except the compiler and the target.
 
     Attributes:
         file: name of the CUDA source in ``kernels/``, or of one on Python's module path.
@@ -47,7 +48,7 @@ class Step:
     """One kernel launch.
 
     Attributes:
-        kernel, grid, block: what to launch, and its CUDA grid and block dimensions.
+        kernel, grid, block: the kernel, and its CUDA grid and block dimensions.
         smem_bytes: dynamic shared memory of one block.
         operands: the kernel's pointer parameters, by name, in order; the pointer is null where the
             problem does not have the operand.
@@ -66,15 +67,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LibraryPlan:
     """A library's plan, which runs in place of confpred kernels.
 
     Attributes:
-        library, version: ``cudnn``, and the release that numbers `config` so, such as ``9.19``.
+        library, version: ``cudnn``, and its release, such as ``9.19``, which numbers `config`.
         config: the library's algorithm, by field name.
         tf32: whether it rounds float32 inputs to TF32, as PyTorch lets cuDNN do by default.
-        error: largest relative error of an output in the 2-norm that the library's plans are known
-            to have, PyTorch's own operator too, which is one of them; None for the ordinary one
+        error: largest relative error of an output in the 2-norm that was measured of the library's
+            plans, of which PyTorch's operator is one; None for the error of all kernels
             (`confpred.problem.limits`).
     """
 
@@ -86,7 +87,8 @@ class Plan:
 
     @property
     def source(self) -> str:
-        """Identity of what runs, as that of a confpred kernel is the digest of its source."""
+        """Identity of the code that runs: the library and its release, where a confpred kernel has
+        the digest of its source."""
         return f"{self.library} {self.version}"
 
 
@@ -96,10 +98,11 @@ class View:
     ``offset + b * strides[0] + i * strides[1] + j * strides[2]``.
 
     Attributes:
-        operand: its name.
+        operand: the operand's name.
         shape: how many matrices there are, their rows and their columns.
-        strides: elements from each to the next; 0 for a matrix that all products of a batch share.
-        offset: elements before the first.
+        strides: elements from one matrix, row and column to the next; the first is 0 for a matrix
+            that all products of a batch share.
+        offset: elements before the first one.
     """
 
     operand: str
@@ -143,16 +146,16 @@ class Launch:
         plan: what a library runs in place of `steps`.
         program: where a library multiplies matrices, `steps` with these products between them, in
             stream order; empty where there are none.
-        file: the CUDA source that stands for the launch where it is not that of the first step, as
-            of a family some of whose launches need no kernel; of a Triton kernel its identity.
-        error: largest relative error of an output in the 2-norm, where the way of computing it is
-            less exact than sums in float32 that are rounded once; None where it is not.
+        file: CUDA source that identifies the launch, if it is not that of the first step: for
+            families some of whose launches need no kernel. For a Triton kernel, its identity.
+        error: largest relative error of an output in the 2-norm, if the algorithm is less exact
+            than sums in float32 that are rounded once; else None.
     """
 
     steps: tuple[Step, ...]
     zeroed_bytes: int = 0
     scratch_bytes: int = 0
-    plan: Plan | None = None
+    plan: LibraryPlan | None = None
     program: tuple[Step | Product, ...] = ()
     file: str = ""
     error: float | None = None
@@ -165,7 +168,8 @@ class Launch:
 
     @property
     def source(self) -> str:
-        """Name of what runs, whose identity is `confpred.families.kernel_text.identity_of`."""
+        """Name of the code that runs, whose identity is
+        `confpred.families.kernel_text.identity_of`."""
         if self.plan is not None:
             return self.plan.source
         return self.file or (self.steps[0].kernel.file if self.steps else PRODUCTS)
@@ -177,7 +181,7 @@ class Launch:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that it needs beside the operands, as far as it is known beforehand."""
+        """Device memory beside the operands, as far as it is known before a plan is built."""
         return self.zeroed_bytes + self.scratch_bytes
 
     @property
@@ -221,8 +225,8 @@ class Operation(Protocol):
     """A kind of problem. Every method is pure, save `pytorch`, which launches.
 
     Attributes:
-        name: as files call it.
-        problem: the record of its problems.
+        name: the operation's name in files.
+        problem: the class of its problems.
         feature_names: the columns of `features`.
     """
 
@@ -237,8 +241,8 @@ class Operation(Protocol):
         """Return the tensors that `problem` has, outputs first."""
 
     def features(self, problem: Any, device: Device) -> NDArray[np.float32]:
-        """Return the ``(1, len(feature_names))`` matrix of `problem` alone, whatever kernel serves
-        it: what the time of PyTorch's own operator depends on."""
+        """Return the ``(1, len(feature_names))`` matrix of features that no kernel changes; the
+        time of PyTorch's operator is predicted from them."""
 
     def reference(self, problem: Any, output: str) -> Step:
         """Return the kernel that computes `output` in float64 and adds it to the zeros that it
@@ -251,10 +255,11 @@ class Operation(Protocol):
 
 @runtime_checkable
 class Prepared(Protocol):
-    """An operation whose call in PyTorch takes what another one left, as a backward pass does."""
+    """An operation whose call in PyTorch needs the results of another call, as backward needs those
+    of forward."""
 
     def prepared(
         self, problem: Any, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return `tensors`, the inputs by name, and what else `Operation.pytorch` is to be given,
+        """Return `tensors`, the inputs by name, and the further arguments of `Operation.pytorch`,
         whose time does not count."""

@@ -1,4 +1,5 @@
-"""PyTorch's switches for how exact products and convolutions are. They are the whole process's."""
+"""PyTorch's switches for the precision of products and convolutions, which hold for the whole
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _LESS_EXACT = (
 
 
 def allows_tf32() -> bool:
-    """Whether PyTorch's products may round float32 inputs to TF32."""
+    """Return whether PyTorch's products may round float32 inputs to TF32."""
     matmul = _matmul()
     precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
     allowed: bool = matmul.allow_tf32 if precision is None else precision == "tf32"
@@ -22,7 +23,7 @@ def allows_tf32() -> bool:
 
 
 def convolutions_allow_tf32() -> bool:
-    """Whether PyTorch's convolutions may round float32 inputs to TF32."""
+    """Return whether PyTorch's convolutions may round float32 inputs to TF32."""
     import torch
 
     # Since PyTorch 2.9 there is a switch for each kind of operator, and where they differ the
@@ -35,7 +36,7 @@ def convolutions_allow_tf32() -> bool:
 
 @contextmanager
 def matmul_tf32(allowed: bool) -> Iterator[None]:
-    """Allow or forbid that in the block."""
+    """Allow or forbid TF32 in PyTorch's products, within the ``with`` block."""
     before, matmul = allows_tf32(), _matmul()
     if before == allowed:
         yield
@@ -52,8 +53,8 @@ def matmul_tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def float32_sums() -> Iterator[None]:
-    """Have products in half precision sum in float32 in the block. By PyTorch's default cuBLAS may
-    add up the parts of a long sum in half precision, which rounds them once more each."""
+    """Have products in half precision sum in float32, within the ``with`` block. By default cuBLAS
+    may add up the parts of a long sum in half precision, with one more rounding each."""
     matmul = _matmul()
     lax = [name for name in _LESS_EXACT if getattr(matmul, name, False)]
     for name in lax:

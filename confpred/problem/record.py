@@ -1,8 +1,7 @@
 """A *record*: the frozen dataclass that describes a problem, with its limits and its text forms.
 
-An operation's problem is a subclass that lists, beside its fields, what each of them may hold.
-Reading it from JSON or from the words of a command line, and refusing bad values, then needs no
-code of its own.
+An operation's problem is a subclass that lists its fields and the values that each may have. It
+inherits the code that reads JSON and the words of a command line, and refuses other values.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Record:
 
     @classmethod
     def _checked(cls, name: str, value: object) -> object:
-        """`value` as the field `name` holds it."""
+        """Return `value` as it is stored in the field `name`."""
         if name in cls.TUPLES:
             count = len(cls.TUPLES[name])
             members = value if isinstance(value, (tuple, list)) else (value,) * count
@@ -72,22 +71,24 @@ class Record:
     @classmethod
     @cache
     def _fields(cls) -> Mapping[str, dataclasses.Field[Any]]:
-        """Return the fields by name. To look them up each time takes as long as checking them."""
+        """Return the fields by name, cached, because a look-up takes as long as checking all of
+        them."""
         return {field.name: field for field in dataclasses.fields(cls)}
 
     @classmethod
     @cache
     def column_types(cls) -> Mapping[str, str]:
         """Return the types of a table's columns by name; a tuple has a column a member."""
-        found: dict[str, str] = {}
+        types: dict[str, str] = {}
         for name, field in cls._fields().items():
             names = [f"{name}_{axis}" for axis in cls.TUPLES.get(name, ())]
-            found |= dict.fromkeys(names, "int") if names else {name: str(field.type)}
-        return found
+            types |= dict.fromkeys(names, "int") if names else {name: str(field.type)}
+        return types
 
     @classmethod
     def _integer(cls, name: str, value: object) -> int:
-        """`value` as an int within limits: NumPy integers too, but no boolean, float or text."""
+        """Return `value` as an int within limits: NumPy integers too, but no boolean, float or
+        text."""
         low, high = cls.LIMITS[name]
         if type(value) is int and low <= value <= high:
             return value
@@ -120,12 +121,12 @@ class Record:
 
     @property
     def grouping(self) -> str:
-        """The sort of problem: measurements of one sort say nothing of another."""
+        """The sort of problem; measurements of one sort do not predict another."""
         return "any"
 
     @property
     def kind(self) -> str:
-        """Its grouping, and what else decides how well PyTorch's operator does."""
+        """The grouping, and what else the speed of PyTorch's operator depends on."""
         return self.grouping
 
     def layer(self: _R) -> _R:
@@ -146,20 +147,20 @@ class Record:
         Raises:
             InvalidProblem: a field is unknown, missing or out of range.
         """
-        known = cls._fields()
+        declared = cls._fields()
         if not isinstance(fields, Mapping):
-            names = ", ".join(list(known)[:5])
+            names = ", ".join(list(declared)[:5])
             raise InvalidProblem("problem", fields, f"an object of fields such as {names}")
         for name in fields:
-            if name not in known:
-                near = nearest(name, known)
-                all_of_them = near == " or ".join(known)
-                allowed = f"among {', '.join(known)}" if all_of_them else f"such as {near}"
+            if name not in declared:
+                near = nearest(name, declared)
+                all_of_them = near == " or ".join(declared)
+                allowed = f"among {', '.join(declared)}" if all_of_them else f"such as {near}"
                 raise InvalidProblem(str(name), fields[name], f"a field {allowed}")
-        for name, field in known.items():
+        for name, field in declared.items():
             if field.default is dataclasses.MISSING and name not in fields:
-                for given in fields:  # one that is wrong is likely why this one is missing
-                    cls._checked(given, fields[given])
+                for other in fields:  # one that is wrong is likely why this one is missing
+                    cls._checked(other, fields[other])
                 low, high = cls.LIMITS[name]
                 raise InvalidProblem(name, None, f"an integer from {low} to {high} (required)")
         return cls(**fields)
@@ -182,7 +183,7 @@ class Record:
         """Build a problem from the texts of its fields, written as in `parse`.
 
         Raises:
-            InvalidProblem: as of `from_json`.
+            InvalidProblem: see `from_json`.
         """
         return cls.from_json({name: cls._value(name, text) for name, text in texts.items()})
 

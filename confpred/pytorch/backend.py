@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -39,7 +40,7 @@ from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, verify
 from confpred.pytorch.run.choosing import Wishes
-from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference
+from confpred.pytorch.run.graphs import Memory, graphed, memory_of_inference, why_not
 from confpred.pytorch.run.loading import compile_ahead
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
@@ -140,6 +141,30 @@ def _guard_hooks() -> None:
     config.skip_nnmodule_hook_guards = False
 
 
+@dataclass
+class Lowered:
+    """A pass as it is started, without the program that runs it.
+
+    Attributes:
+        kind, static, written, visible: as of `confpred.pytorch.run.graphs.Graphed`.
+        strides: of its inputs, as of `confpred.pytorch.rewrite.inductor.compiled`.
+        ordinal: the CUDA device, or None.
+        why: why it cannot become a CUDA graph, in words; None if it can.
+        sites, norms, folds: of the graph; empty in a backward pass.
+    """
+
+    kind: str
+    static: list[int]
+    written: list[int]
+    visible: int | None
+    strides: dict[int, tuple[int, ...]]
+    ordinal: int | None
+    why: str | None
+    sites: list[Site] = field(default_factory=list)
+    norms: list[Site] = field(default_factory=list)
+    folds: list[fusing.Fold] = field(default_factory=list)
+
+
 class Compiler:
     """The compilers that AOTAutograd calls with the graphs of a capture; `sites` are the
     convolutions that were found and `norms` the norms, `capture` is what `confpred.status` knows of
@@ -154,6 +179,8 @@ class Compiler:
         self.inductor = bool(options.inductor)
         self.sites: list[Site] = []
         self.norms: list[Site] = []
+        self.folds: list[fusing.Fold] = []
+        self._keep: Callable[[Lowered, Any, Any], Any] | None = None  # of PyTorch's cache
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = Memory()
 
@@ -216,22 +243,48 @@ class Compiler:
         modes = [x.fake_mode for x in example_inputs if isinstance(x, FakeTensor)]
         former, context.fake_mode = context.fake_mode, (*modes, context.fake_mode)[0]
         self._values = example_inputs
+        compilers: dict[str, Any] = {
+            "fw_compiler": self.forward, "bw_compiler": self.backward,
+            "inference_compiler": self.inference,
+        }  # fmt: skip
+        caching: AbstractContextManager[None] = nullcontext()
+        identity = self._identity(example_inputs)
+        if identity is not None:
+            from confpred.pytorch import graph_cache  # imports Inductor
+
+            self._keep = graph_cache.CachedPass.of
+            compilers = {k: graph_cache.serializable(c) for k, c in compilers.items()}
+            caching = graph_cache.caching(self, gm, identity)
         compile = aot_autograd(
-            fw_compiler=self.forward,
-            bw_compiler=self.backward,
-            inference_compiler=self.inference,
-            partition_fn=self.partition,
-            keep_inference_input_mutations=True,
+            **compilers, partition_fn=self.partition, keep_inference_input_mutations=True
         )
         try:
             # A donated buffer, which a backward pass may write to, forbids `retain_graph`.
-            with torch._functorch.config.patch(donated_buffer=False):
+            with torch._functorch.config.patch(donated_buffer=False), caching:
                 return compile(gm, example_inputs)
         finally:
             self._values, context.fake_mode = (), former
             if not torch.backends.cudnn.enabled:
                 # PyTorch remembers strides of fake results, and not that cuDNN was off.
                 FakeTensorMode.cache_clear()
+
+    def _identity(self, inputs: Sequence[Any]) -> str | None:
+        """Return what PyTorch's cache is to know of this graph; None where it cannot be kept."""
+        if not self.inductor or torch.__version__ < "2.10":
+            return None
+        from confpred.pytorch import graph_cache
+
+        is_training = self._calls is not None and self._calls.is_training
+        return graph_cache.identity_of(self.options, inputs, is_training)
+
+    def is_still_right(self, fold: fusing.Fold) -> bool:
+        """Return whether the inputs of the graph show what `fold` says."""
+        return fold.looked_at(self._values) == fold
+
+    def _begin(self) -> None:
+        """Forget what was loaded of this graph, where PyTorch's cache had only a part of it."""
+        for of_graph in (self.sites, self.norms, self.folds, self.capture.passes):
+            of_graph.clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return what chooses for the device of `graph`; None where that is no GPU."""
@@ -246,10 +299,14 @@ class Compiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
+        self._begin()
         steps: list[Step] = [passes.views_of_any_layout, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
-            fuse = partial(fusing.fuse, inputs=self._values, device=self._inductors(gm.graph))
+            fuse = partial(
+                fusing.fuse, inputs=self._values, folds=self.folds,
+                device=self._inductors(gm.graph),
+            )  # fmt: skip
             steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
             norms = self._norms(choose, (NORM,))
             steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
@@ -270,6 +327,7 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
+        self._begin()
         steps: list[Step] = [passes.views_of_any_layout, passes.gradients_of_silu]
         choose = self.chooser(joint.graph)
         if choose is not None:
@@ -343,32 +401,61 @@ class Compiler:
         """Return a function that runs `gm`; the arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
-        self.capture.ordinal = ordinal = ordinal_of(gm.graph)
-        mutated = passes.written_inputs(gm.graph)
-        plain: Any = None
+        ordinal, written = ordinal_of(gm.graph), passes.written_inputs(gm.graph)
+        program: Any = None
+        strides: dict[int, tuple[int, ...]] = {}
         if self.inductor:
             self.capture.doing = f"Inductor compiles the {kind} pass"
             changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
             try:
-                plain = inductor.compiled(changed, inputs, static, mutated, visible, kind)
+                program, strides = inductor.compiled(changed, inputs, static, visible, kind)
             except Exception as error:
                 passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
-        done = Pass(kind, set(), "Inductor" if plain is not None else "PyTorch's operators")
-        if plain is None:
-            plain = boxed_nop(gm, [])
+        replays = self.options.graphs and ordinal is not None
+        lowered = Lowered(
+            kind, list(static), written, visible, strides, ordinal,
+            why_not(gm, static, written) if replays else None,
+        )  # fmt: skip
+        if kind != "backward":
+            lowered.sites, lowered.norms = list(self.sites), list(self.norms)
+            lowered.folds = list(self.folds)
+        run = self.start(lowered, program, boxed_nop(gm, []))
+        if self._keep is None:
+            return run
+        return self._keep(lowered, program, run)
+
+    def start(self, lowered: Lowered, program: Any, plain: Any = None) -> Any:
+        """Return a function that runs a pass: the `program` that Inductor made, else `plain`."""
+        kind, ordinal = lowered.kind, lowered.ordinal
+        self.capture.ordinal = ordinal
+        done = Pass(kind, set(), "Inductor" if program is not None else "PyTorch's operators")
         self.capture.passes.append(done)
-        run: Any = plain
+        run = plain
+        if program is not None:
+            run = inductor.checked(program, lowered.strides, lowered.written)
         if not self.options.graphs or ordinal is None:
             done.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
         else:
             memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
             run = graphed(
-                gm, plain, memory=memory, device=ordinal, static=static, written=mutated,
-                visible=visible, kind=kind, reasons=done.reasons,
+                lowered.why, run, memory=memory, device=ordinal, static=lowered.static,
+                written=lowered.written, visible=lowered.visible, kind=kind, reasons=done.reasons,
             )  # fmt: skip
         done.run = ref(run)
         run.confpred_capture = self.capture  # which lives as long
         return run
+
+    def resume(self, lowered: Lowered, program: Any) -> Any:
+        """Return a function that runs a pass of PyTorch's cache, whose layers are as they were."""
+        self.sites += lowered.sites
+        self.norms += lowered.norms
+        choices = [site.choice for site in (*lowered.sites, *lowered.norms) if site.choice]
+        for choice in dict.fromkeys(choices):
+            choosing.announce(choice)
+        if lowered.ordinal is not None:
+            self.capture.doing = "confpred loads kernels"
+            compile_ahead(list(dict.fromkeys(choices)), lowered.ordinal, self.options.limits)
+        return self.start(lowered, program)
 
 
 def chooser(ordinal: int, options: Options) -> choosing.Choose:

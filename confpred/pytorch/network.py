@@ -156,6 +156,7 @@ class _Optimized:
             return model._call_impl(*args, **kwargs)
         with compile_lock:
             pass
+        calls.is_training = model.training
         try:
             return calls.of(self.captured, *args, **kwargs)
         except TorchDynamoException as error:

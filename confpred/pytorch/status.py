@@ -42,6 +42,7 @@ class Calls:
         breaks: where Dynamo cut the first call, and why.
         failed: why the model runs as it is; empty where it does not.
         outside: name of a part that ran before the model was called.
+        is_training: whether the model was in training mode at the last call.
     """
 
     made: int = 0
@@ -50,6 +51,7 @@ class Calls:
     breaks: tuple[str, ...] = ()
     failed: str = ""
     outside: str = ""
+    is_training: bool = False
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `captured`, and record what was captured."""

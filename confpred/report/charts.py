@@ -1,4 +1,4 @@
-"""Charts as SVG that lies inside a page and takes the page's colours, light or dark."""
+"""Charts as SVG inside a page, in the page's colours, light or dark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from confpred.report.judged import Evaluated, Group, Importance
     from confpred.training.dataset import Dataset
 
-#: Colours that no reader sees: each stands for one of the page's.
+#: Placeholder colours, each replaced by one of the page's.
 _INK, _GRID = "#010101", "#010102"
 _SERIES = ("#010103", "#010104", "#010105", "#010106")
 _COLOURS = {
@@ -121,7 +121,7 @@ def _size(families: Families) -> tuple[float, float]:
 def _lines(
     axes: Any, families: Families
 ) -> Iterator[tuple[str, Sequence[Group], list[float], str]]:
-    """Yield each evaluation, its groups, their positions in the lines of the families, and a
+    """Yield each evaluation, its groups, their places among the lines of the families, and a
     colour."""
     names = _names(families)
     axes.set_yticks(range(len(names)), names)
@@ -131,9 +131,9 @@ def _lines(
         yield evaluation, groups, places, _SERIES[i % len(_SERIES)]
 
 
-def importance(pool: str, found: Sequence[Importance]) -> str:
-    """Draw the features that move a pool's order most."""
-    shown = list(found[:_FEATURES])[::-1]
+def importance(pool: str, importances: Sequence[Importance]) -> str:
+    """Draw the features with the most effect on a pool's order."""
+    shown = list(importances[:_FEATURES])[::-1]
 
     def draw(axes: Any) -> None:
         axes.barh(range(len(shown)), [100 * f.moved for f in shown], color=_SERIES[0], height=0.7)
@@ -185,7 +185,7 @@ def _chart(name: str, title: str, size: tuple[float, float], draw: Callable[[Any
     text = text[text.index("<svg") :]
     for colour, page in _COLOURS.items():
         text = text.replace(colour, page)
-    # Names in a page are one another's neighbours: those of each chart bear its own.
+    # Names must be unique in the page, so those of each chart begin with the chart's own.
     prefix = re.sub(r"\W+", "-", name)
     text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\1{prefix}-", text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", text)
@@ -193,21 +193,21 @@ def _chart(name: str, title: str, size: tuple[float, float], draw: Callable[[Any
 
 
 _OURS, _THEIRS, _FLOOR, _WORSE = "#3b6fb6", "#8a8a8a", "#b8432f", "#c98b2b"
-#: The least part of the roofline that the plot of it has room for.
+#: Least share of the roofline that its plot has room for.
 _LOWEST = 0.02
 _TITLE_WIDTH, _CONFIG_WIDTH = 100, 56  # characters on one line
 
 
 def plot_explanation(explanation: LayerExplanation, path: Path, *, replace: bool = True) -> None:
     """Write a PNG, or an SVG where the name of `path` ends in ``.svg``: the candidates' expected
-    times beside PyTorch's and the roofline, what speaks for the choice, and where the layer lies
-    under the roofline. `replace` is as `write_whole` has it.
+    times beside PyTorch's and the roofline, the reasons for the choice, and the layer's place under
+    the roofline. For `replace`, see `write_whole`.
 
     Raises:
         StorageError: the file system refused the write.
     """
     kind = "svg" if path.suffix.lower() == ".svg" else "png"
-    # The same explanation is to give the same bytes.
+    # The same explanation gives the same bytes.
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     figure = _figure(explanation)
     with rc_context({"svg.hashsalt": "confpred", "svg.fonttype": "none"}):
@@ -258,7 +258,7 @@ def _plot_contributions(axes: Any, explanation: LayerExplanation) -> None:
         axes.text(0.5, 0.5, "no model compares configs here", ha="center", va="center")
         axes.set_axis_off()
         return
-    # A comparison of near equals explains little.
+    # A comparison of nearly equal configs explains little.
     comparison = max(explanation.comparisons, key=lambda c: abs(math.log(c.ratio)))
     parts = comparison.contributions
     percent = [100 * (part.ratio - 1) for part in parts]

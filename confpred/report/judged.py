@@ -30,7 +30,7 @@ from confpred.training.regret import Spread, geomean
 _BATCHES = (1, 4, 8, 16, 32, 64, 128)  # upper ends of the groups of batch sizes
 _BATCH_NAMES = ("1", *(f"{a + 1} to {b}" for a, b in pairwise(_BATCHES)), "129 and more")
 _TIMES_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.5)  # upper ends of the groups of times
-_FASTEST = 5  # configs that are shown beside the choice
+_FASTEST = 5  # fastest configs that are shown beside the choice
 _LAYERS, _CONFIGS = 40, 32  # of a pool, and of each of these layers, to measure importances on
 _SEED = 0
 #: The subjects that layers are grouped by, as a page calls them.
@@ -45,15 +45,15 @@ SUBJECTS = {
 
 @dataclass(frozen=True, slots=True)
 class JudgedLayer:
-    """A problem and family, and what the choice for it cost."""
+    """A problem and family, and the regret of the choice for it."""
 
     problem: Record
-    networks: tuple[str, ...]  # that have it
-    family: str  # of which a config was chosen
-    best_ms: float  # time of its fastest measured config
-    regret: float  # time of the choice over that
-    candidates: int  # configs that were chosen from
-    #: On its regret: the 95 % quantile of the regret in the folds that the layer is not of.
+    networks: tuple[str, ...]  # networks that have the problem
+    family: str  # family of the chosen config
+    best_ms: float  # time of the family's fastest measured config
+    regret: float  # time of the choice over `best_ms`
+    candidates: int  # configs to choose from
+    #: Bound on its regret: the 95 % quantile of the regret in the other folds than the layer's.
     bound: float
 
 
@@ -61,14 +61,14 @@ class JudgedLayer:
 class Evaluated:
     """An evaluation, read and checked."""
 
-    name: str  # in tables: the device, with a number where there are several
+    name: str  # name in tables: the device, with a number if it has several evaluations
     device: Device
     layers: tuple[JudgedLayer, ...]  # every judged problem and family
     figures: Mapping[str, Any]  # the content of the file
 
 
 def read_evaluation(path: Path) -> Evaluated:
-    """Read what ``confpred evaluate --json`` wrote.
+    """Read the output of ``confpred evaluate --json``.
 
     Raises:
         DataError: the file cannot be read, is damaged, or is no evaluation.
@@ -77,10 +77,10 @@ def read_evaluation(path: Path) -> Evaluated:
 
 
 def evaluated(figures: Mapping[str, Any], source: str) -> Evaluated:
-    """Return an evaluation from its figures, as its ``to_json`` has them; errors name `source`.
+    """Return an evaluation from figures as its ``to_json`` writes them; errors name `source`.
 
     Raises:
-        DataError: they are damaged.
+        DataError: the figures are damaged.
     """
     try:
         device = get_device(figures["device"])
@@ -122,13 +122,13 @@ def _constant_bounds(figures: Mapping[str, Any]) -> list[float]:
     for number in np.unique(fold):
         others = regret[fold != number]
         bound[fold == number] = np.quantile(others if len(others) else regret, COVERAGE)
-    found: list[float] = bound.tolist()
-    return found
+    bounds: list[float] = bound.tolist()
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Judged layers that have something in common, which is their name."""
+    """Judged layers with a common property, which is the group's name."""
 
     name: str
     regret: Spread
@@ -151,7 +151,7 @@ def groups_of(layers: Iterable[JudgedLayer], subject: str) -> list[Group]:
     for layer in layers:
         for name in _names(layer, subject):
             members[name].append(layer)
-    groups = [Group.of(name, found) for name, found in sorted(members.items())]
+    groups = [Group.of(name, own) for name, own in sorted(members.items())]
     if subject == "network":
         groups.sort(key=lambda group: -group.regret.geomean)
     if subject == "batch":
@@ -174,27 +174,27 @@ def _names(layer: JudgedLayer, subject: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Interquartile range of the replays of a config, over their median."""
+    """Statistics of the noise: interquartile range of a config's replays over their median."""
 
     name: str  # what the configs have in common
     configs: int
-    median: float  # this and the next: of that ratio
+    median: float  # this and the next: statistics of that ratio
     p95: float
 
     @classmethod
     def of(cls, name: str, spread: NDArray[np.float64]) -> Noise:
-        """Return the figures of the ratios that are known."""
-        known = spread[~np.isnan(spread)]
-        if not len(known):
+        """Return the statistics of the ratios that were recorded."""
+        ratios = spread[~np.isnan(spread)]
+        if not len(ratios):
             return cls(name, len(spread), math.nan, math.nan)
-        return cls(name, len(spread), float(np.median(known)), float(np.quantile(known, 0.95)))
+        return cls(name, len(spread), float(np.median(ratios)), float(np.quantile(ratios, 0.95)))
 
 
 def noise_by_family(timings: Sequence[Timings]) -> list[Noise]:
     spread: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
     for t in timings:
         spread[t.family].append(t.spread_ms / t.time_ms)
-    return [Noise.of(family, np.concatenate(found)) for family, found in sorted(spread.items())]
+    return [Noise.of(family, np.concatenate(ratios)) for family, ratios in sorted(spread.items())]
 
 
 def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
@@ -208,23 +208,23 @@ def noise_by_time(timings: Sequence[Timings]) -> list[Noise]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredConfig:
     """One measured config of a layer."""
 
-    rank: int  # 1 for the fastest that was measured
+    rank: int  # 1 for the fastest measured config
     config: str  # in words
     time_ms: float
     spread: float  # interquartile range of the time over the time
-    chosen: bool  # whether this is what was chosen
+    chosen: bool  # whether this config was chosen
 
 
 @dataclass(frozen=True, slots=True)
 class WorstLayer:
-    """A layer, and what was measured of it, where the measurements are given."""
+    """A layer with a large regret, and its measurements, if the page has them."""
 
     layer: JudgedLayer
-    floor_share: float  # the part of the roofline that its best config reaches
-    measured: Sequence[Measured]  # the fastest configs, and the chosen one
+    floor_share: float  # share of the roofline that its best config reaches
+    measured: Sequence[MeasuredConfig]  # the fastest configs, and the chosen one
     count: int  # how many configs were measured
     pytorch_ms: float | None  # time of PyTorch's operator
 
@@ -233,10 +233,10 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
     """Return the `count` layers with the largest regret, the worst first."""
     ordered = sorted(evaluated.layers, key=lambda layer: (-layer.regret, str(layer.problem)))
     of_layer = {} if dataset is None else {(t.problem, t.family): t for t in dataset.timings}
-    found = []
+    worst = []
     for layer in ordered[:count]:
         timings = of_layer.get((layer.problem, layer.family))
-        found.append(
+        worst.append(
             WorstLayer(
                 layer=layer,
                 floor_share=evaluated.device.roofline_s(layer.problem) * 1e3 / layer.best_ms,
@@ -245,19 +245,19 @@ def worst_layers(evaluated: Evaluated, dataset: Dataset | None, count: int) -> l
                 pytorch_ms=dataset.pytorch_ms.get(layer.problem) if dataset else None,
             )
         )
-    return found
+    return worst
 
 
-def _measured(layer: JudgedLayer, timings: Timings) -> list[Measured]:
+def _measured(layer: JudgedLayer, timings: Timings) -> list[MeasuredConfig]:
     """Return the fastest configs and the chosen one.
 
-    An evaluation names the time of its choice and not the config, and two configs hardly have the
-    same time to the bit.
+    An evaluation has the time of its choice and not the config, which is identified by that time:
+    two configs hardly have the same time to the bit.
     """
     chosen = int(np.abs(timings.time_ms - layer.regret * layer.best_ms).argmin())
     order = np.argsort(timings.time_ms, kind="stable").tolist()
     return [
-        Measured(
+        MeasuredConfig(
             rank=order.index(i) + 1,
             config=config_words(Candidate(timings.family, int(timings.rows[i]))),
             time_ms=float(timings.time_ms[i]),
@@ -272,30 +272,30 @@ def _measured(layer: JudgedLayer, timings: Timings) -> list[Measured]:
 class Importance:
     """One feature of a pool of families.
 
-    A model's files leave out LightGBM's own counts, so importances are measured: the values of the
-    feature are exchanged at random among many rows.
+    A model's files lack LightGBM's own counts, so importances are measured: the values of the
+    feature are shuffled among many rows.
     """
 
     feature: str
-    theme: str  # as explanations group features
-    #: Root mean square by which the exchange moves the ratio of the predicted times of two configs
-    #: of a layer: 0.05 is 5 %.
+    theme: str  # group of the feature in explanations
+    #: Root mean square of the change that the shuffle makes in the ratio of the predicted times of
+    #: two configs of a layer: 0.05 is 5 %.
     moved: float
 
 
 def importances(model: Model, say: Said = unsaid) -> dict[str, list[Importance]]:
     """Return the features of each pool of `model`, the largest importance first.
 
-    They are measured on layers of its data and the configs that it offers for them.
+    They are measured on layers of the model's data and the legal configs for them.
     """
     pools: dict[str, list[FamilyModel]] = defaultdict(list)
     for learned in model.families.values():
         pools[learned.pool.name].append(learned)
-    found = {}
+    by_pool = {}
     for done, (name, members) in enumerate(sorted(pools.items())):
         say(f"importances in {model.version}", done, len(pools))
-        found[name] = _of_pool(model, members)
-    return found
+        by_pool[name] = _of_pool(model, members)
+    return by_pool
 
 
 def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
@@ -307,18 +307,18 @@ def _of_pool(model: Model, members: Sequence[FamilyModel]) -> list[Importance]:
     features = np.concatenate(parts)
     layer = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     before = order.predict(features)
-    found = []
+    measured = []
     for column, name in enumerate(members[0].pool.feature_names):
         mixed = features.copy()
         mixed[:, column] = rng.permutation(mixed[:, column])
         if np.array_equal(mixed, features, equal_nan=True):
             continue
         moved = order.predict(mixed) - before
-        # Less each layer's mean, as moving all of its configs alike changes no choice.
+        # Less each layer's mean: a change of all of its configs changes no choice.
         moved -= (np.bincount(layer, moved) / np.bincount(layer))[layer]
         theme = theme_of(name, fields) if _varies(features[:, column], layer) else "layer"
-        found.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
-    return sorted(found, key=lambda importance: -importance.moved)
+        measured.append(Importance(name, theme, float(np.expm1(np.sqrt((moved**2).mean())))))
+    return sorted(measured, key=lambda importance: -importance.moved)
 
 
 def _features(
@@ -327,21 +327,21 @@ def _features(
     """Return the features of some configs of some layers, one matrix a layer and family."""
     kind = model.operation.problem
     words = list(model.measured)
-    found = []
+    matrices = []
     for index in rng.permutation(len(words)).tolist():
         problem = kind.parse(words[index])
         for learned in members:
             rows = learned.legal(problem, model.device)
             rows = np.sort(rng.permutation(rows)[:_CONFIGS])
             if len(rows) > 1:
-                found.append(learned.features(problem, model.device, rows))
-        if len(found) >= _LAYERS:
+                matrices.append(learned.features(problem, model.device, rows))
+        if len(matrices) >= _LAYERS:
             break
-    return found
+    return matrices
 
 
 def _varies(column: NDArray[np.float32], layer: NDArray[np.intp]) -> bool:
-    """Whether the configs of some layer differ in this feature."""
+    """Return whether the configs of some layer differ in this feature."""
     same = layer[1:] == layer[:-1]
     differs = (column[1:] != column[:-1]) & ~(np.isnan(column[1:]) & np.isnan(column[:-1]))
     return bool((same & differs).any())

@@ -1,4 +1,4 @@
-"""One HTML page of what is known of models and measurements, with all that it needs inside it."""
+"""One HTML page about models and measurements, with all that it needs inside it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FOLDER = Path(__file__).parent
 
 def write_page(inputs: Inputs, path: Path, *, replace: bool = True, say: Said = unsaid) -> None:
     """Write a page that needs no network, no other file and no program but a browser. The same
-    inputs give the same bytes; `replace` is as `write_whole` has it.
+    inputs give the same bytes; for `replace`, see `write_whole`.
 
     Raises:
         StorageError: the file system refused the write.
@@ -44,7 +44,7 @@ def write_page(inputs: Inputs, path: Path, *, replace: bool = True, say: Said = 
 
 
 def page(inputs: Inputs, say: Said = unsaid) -> str:
-    """Return the page; `page.html` asks `judged`, `tables` and `charts` for its parts."""
+    """Return the page; `page.html` calls `judged`, `tables` and `charts` for its parts."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -123,29 +123,30 @@ def _plain(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-#: Columns of a file of measurements that all rows of a run share.
+#: Columns that all rows of a run share.
 _RUN = ("device", "device_name", "driver", "cuda", "project", "run_id")
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file that a page is made of; of a model it is the card, which has the digests of others."""
+    """A file that a page is made from; of a model it is the card, which has the digests of its
+    other files."""
 
-    path: str  # as it was named
+    path: str  # path as the user wrote it
     kind: str  # ``model``, ``evaluation`` or ``measurements``
-    sha256: str  # of its content
+    sha256: str  # SHA-256 of its content
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """All that a page is made of."""
+    """Inputs of a page."""
 
-    evaluations: tuple[Evaluated, ...]  # in the order in which they were given or made here
+    evaluations: tuple[Evaluated, ...]  # evaluations that were read, then those made here
     datasets: Mapping[str, Dataset]  # measurements by device
     models: tuple[Model, ...]  # in the order of their devices
-    files: tuple[InputFile, ...]  # where all that comes from
-    #: How many rows each run of the sampler has, and what it says of itself: a dictionary of
-    #: ``_RUN``, ``rows``, ``first`` and ``last``.
+    files: tuple[InputFile, ...]  # files of all these
+    #: Facts of each run of the sampler: a dictionary of ``_RUN``, ``rows`` (how many), ``first``
+    #: and ``last``.
     runs: tuple[Mapping[str, Any], ...]
 
 
@@ -155,23 +156,23 @@ def read_inputs(
     judge: Callable[[Dataset], Evaluated],
     say: Said = unsaid,
 ) -> Inputs:
-    """Read what is at `paths`.
+    """Read the inputs at `paths`.
 
     Args:
         paths: model folders and folders of them; evaluations (``.json``); Parquet files of
             measurements and folders of them.
         device: use the measurements of this device alone; None for all.
-        judge: makes an evaluation of measurements of a device that none was given for.
-        say: progress.
+        judge: evaluates the measurements of a device that has no evaluation.
+        say: reports progress.
 
     Raises:
         DataError: a file is damaged or foreign, or an evaluation is of other measurements than
-            those that were given.
-        ModelError: a model is.
-        UnknownDevice: no description of `device` is known.
+            those at `paths`.
+        ModelError: a model is damaged or foreign.
+        UnknownDevice: `device` has no description.
     """
     models: list[Model] = []
-    found: list[Evaluated] = []
+    evaluations: list[Evaluated] = []
     data: list[Path] = []
     files: list[InputFile] = []
     for done, path in enumerate(paths):
@@ -182,7 +183,7 @@ def read_inputs(
                 models.append(load_model(folder))
                 files.append(_file(folder / CARD, "model"))
         elif path.suffix == ".json":
-            found.append(read_evaluation(path))
+            evaluations.append(read_evaluation(path))
             files.append(_file(path, "evaluation"))
         else:
             data.append(path)
@@ -193,13 +194,13 @@ def read_inputs(
     datasets = {d.device.key: d for d in (read_dataset(data, key) for key in devices if data)}
     for done, (key, dataset) in enumerate(datasets.items()):
         say("judging", done, len(datasets))
-        of_device = [evaluation for evaluation in found if evaluation.device.key == key]
+        of_device = [evaluation for evaluation in evaluations if evaluation.device.key == key]
         for evaluation in of_device:
             _check_digest(evaluation, dataset)
         if not of_device:
-            found.append(judge(dataset))
+            evaluations.append(judge(dataset))
     runs = tuple(run for run in runs if run["device"] in datasets)
-    return Inputs(tuple(_named(found)), datasets, tuple(models), tuple(files), runs)
+    return Inputs(tuple(_named(evaluations)), datasets, tuple(models), tuple(files), runs)
 
 
 def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
@@ -221,11 +222,11 @@ def _check_digest(evaluation: Evaluated, dataset: Dataset) -> None:
         )
 
 
-def _named(found: Sequence[Evaluated]) -> list[Evaluated]:
+def _named(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
     """Return the evaluations, with a number where a device has more than one."""
     counts: Counter[str] = Counter()
     named = []
-    for evaluation in found:
+    for evaluation in evaluations:
         key = evaluation.device.key
         counts[key] += 1
         name = key if counts[key] == 1 else f"{key} ({counts[key]})"

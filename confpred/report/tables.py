@@ -1,4 +1,4 @@
-"""Tables of a page: cells with their text, and the value that they are sorted by."""
+"""Tables of a page: cells with their text, and the value to sort them by."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from confpred.training.regret import FAR
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell: the text that is read, and the value that a number is sorted by."""
+    """One cell: its text, and the value that a number is sorted by."""
 
     text: str
     value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table whose columns can be sorted by."""
+class ReportTable:
+    """A table whose columns can be sorted."""
 
     title: str
-    columns: tuple[str, ...]  # the headings; of a column of numbers the cells have a value
-    rows: tuple[tuple[Cell, ...], ...]  # in the order in which they are shown first
+    columns: tuple[str, ...]  # headings; the cells of a column of numbers have a value
+    rows: tuple[tuple[Cell, ...], ...]  # rows in their first order
 
 
-def made(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Return a table; whatever is no cell yet becomes one of its text."""
+def made(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> ReportTable:
+    """Return a table; a value that is no cell becomes one of its text."""
     cells = (tuple(c if isinstance(c, Cell) else Cell(str(c)) for c in row) for row in rows)
-    return Table(title, tuple(columns), tuple(cells))
+    return ReportTable(title, tuple(columns), tuple(cells))
 
 
 def number(value: float, form: str = "{:.3f}") -> Cell:
@@ -68,7 +68,7 @@ def regret_cells(group: Group) -> list[Cell]:
     return [count(group.regret.problems), *numbers(asdict(group.regret), REGRET)]
 
 
-def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
+def regret_tables(evaluations: Sequence[Evaluated]) -> list[ReportTable]:
     """Return the figures by family, direction, dtype, batch and network."""
     tables = [
         made(
@@ -85,7 +85,7 @@ def regret_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def summary_table(evaluations: Sequence[Evaluated]) -> Table:
+def summary_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     rows = []
     for e in evaluations:
         top = e.figures.get("methods", {}).get("model", {}).get("top", {})
@@ -95,8 +95,9 @@ def summary_table(evaluations: Sequence[Evaluated]) -> Table:
     return made("Our configs among one another", columns, rows)
 
 
-def whole_table(evaluations: Sequence[Evaluated]) -> Table:
-    """Return the figures of whole answers, PyTorch's operator included, where it was measured."""
+def whole_table(evaluations: Sequence[Evaluated]) -> ReportTable:
+    """Return the figures of the choices among all families and PyTorch's operator, if they were
+    judged."""
     figures = ("geomean", "p95", "worst")
     return made(
         "Whole answers, PyTorch's operator included",
@@ -109,7 +110,7 @@ def whole_table(evaluations: Sequence[Evaluated]) -> Table:
     )
 
 
-def method_table(evaluations: Sequence[Evaluated]) -> Table:
+def method_table(evaluations: Sequence[Evaluated]) -> ReportTable:
     figures = ("geomean", "p90", "p95", "worst")
     return made(
         "The model beside other ways to choose",
@@ -122,8 +123,8 @@ def method_table(evaluations: Sequence[Evaluated]) -> Table:
     )
 
 
-def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
-    """Return how often the bound holds, by facts that it should not depend on."""
+def coverage_table(evaluations: Sequence[Evaluated]) -> ReportTable:
+    """Return how often the bound holds, by properties that it should not depend on."""
     rows: list[tuple[object, ...]] = []
     for e in evaluations:
         groups = [("all", Group.of("all", e.layers))]
@@ -137,7 +138,7 @@ def coverage_table(evaluations: Sequence[Evaluated]) -> Table:
     return made("How often the bound holds", columns, rows)
 
 
-def noise_table(datasets: Mapping[str, Dataset]) -> Table:
+def noise_table(datasets: Mapping[str, Dataset]) -> ReportTable:
     return made(
         "Interquartile range over median, by family",
         ("device", "family", "configs", "median", "95 % quantile"),
@@ -149,7 +150,7 @@ def noise_table(datasets: Mapping[str, Dataset]) -> Table:
     )
 
 
-#: The same of a hold-out, with the least efficiency.
+#: Headings of the figures of a hold-out, with the least efficiency.
 _SPREAD = {key: words for key, words in REGRET.items() if key != "far"} | {
     "efficiency_min": "least",
     "far": REGRET["far"],
@@ -163,11 +164,11 @@ _FACTS = {
     "complete": "share of all legal configs",
     "weighted": "time of all answers over that of the best",
     "pytorch": "left to PyTorch's operator",
-    "wrongly_pytorch": "of these, a confpred kernel was faster by more than 5 %",
+    "wrongly_pytorch": "of these, confpred's config was faster by more than 5 %",
 }
 
 
-def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
+def holdout_tables(evaluations: Sequence[Evaluated]) -> list[ReportTable]:
     """Return regret, coverage and the worst answers; empty if no evaluation has a hold-out."""
     verdicts = [(e.name, e.figures["holdout"]) for e in evaluations if e.figures.get("holdout")]
     worst = [
@@ -194,12 +195,12 @@ def holdout_tables(evaluations: Sequence[Evaluated]) -> list[Table]:
                 (
                     name,
                     provider,
-                    count(int(found["problems"])),
-                    number(float(found["median"])),
-                    share(float(found["covered"])),
+                    count(int(coverage["problems"])),
+                    number(float(coverage["median"])),
+                    share(float(coverage["covered"])),
                 )
                 for name, verdict in verdicts
-                for provider, found in verdict.get("bounds", {}).items()
+                for provider, coverage in verdict.get("bounds", {}).items()
             ),
         ),
         # Older evaluations do not have the answer.

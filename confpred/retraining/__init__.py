@@ -1,2 +1,2 @@
-"""Models from measurements of one's own GPU: what to measure, whether it helped, and whether the
-model in use still holds. `confpred retrain` and `confpred drift` are its commands."""
+"""Models from measurements of one's own GPU: choosing what to measure, judging the new model, and
+checking the model in use for drift. `confpred retrain` and `confpred drift` are its commands."""

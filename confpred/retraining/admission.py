@@ -1,9 +1,10 @@
-"""Measurements of other hosts: which files are taken, and which of their rows a model learns from.
+"""Measurements of other hosts: which files are admitted, and which of their rows a model is trained
+on.
 
 The hosts are the operator's: they may be broken, but they are known, and what they sent can be
-revoked. A file is refused as a whole where it cannot be of this version and its device, where its
-times as a whole are not those of the device, or where its control configs (anchors) take other
-times than the operator's. Whether a model gains by the rows is decided by a hold-out, not here.
+revoked. A file is refused as a whole if it cannot be of this version and its device, if its times
+as a whole are not those of the device, or if its control configs (anchors) take other times than
+the operator's. A hold-out decides whether the rows improve a model, not this module.
 """
 
 from __future__ import annotations
@@ -35,50 +36,50 @@ from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 from confpred.training.dataset import Dataset, Timings, capped, measured_on
 
-#: A file may have so many rows, so many bytes when it is unpacked, and texts of so many bytes;
-#: committed measurements have 563.
+#: Most rows of a file, most bytes when it is unpacked, and most bytes of a text; committed
+#: measurements have 563.
 MOST_ROWS, MOST_BYTES, MOST_TEXT = 400_000, 2**28, 2_000
-#: Configs that another version allowed, and that are passed over; most of a GPU's are 0.002.
+#: Largest share of rows with configs that are not legal in this version, which are left out; at
+#: most 0.002 in a GPU's measurements.
 MOST_ILLEGAL = 0.01
-#: No time is below this share of what device memory takes for the problem, nor of its arithmetic on
-#: tensor cores, which the transforms of some algorithms cut to less than half.
+#: Least time, as a share of the time of device memory for the problem, and of its arithmetic on
+#: tensor cores, which some algorithms' transforms cut to less than half.
 LEAST_MEMORY, LEAST_ARITHMETIC = 0.9, 0.4
-#: The median of a file's spreads, over the time; committed measurements have 0.005.
+#: Largest median of a file's spreads over their times; committed measurements have 0.005.
 MOST_SPREAD = 0.2
-#: Control configs take the time that they take elsewhere, within this share: three times what they
-#: differ by between committed runs.
+#: Largest deviation of a control config's time from that of other runs, as a share: three times the
+#: deviation between committed runs.
 CONTROL = 0.06
-#: The model's choices among a file's configs take, in the median over many problems, what the model
-#: expects within FACTOR, and of n problems within ``FACTOR * FEW ** n ** -0.5``. Its order of a
-#: problem's configs and that of their times have at least this rank correlation. Neither depends on
-#: how many configs were measured: measurements of layers that no model has seen have 0.95 to 1.02,
-#: and 0.84.
+#: Limits of the median ratio of measured to expected time of the model's choices: FACTOR for many
+#: problems, ``FACTOR * FEW ** n ** -0.5`` for n; and the least rank correlation of measured and
+#: expected times of a problem's configs. Neither depends on how many configs were measured:
+#: measurements of layers that no model was trained on have 0.95 to 1.02, and 0.84.
 FACTOR, FEW, CORRELATION = 1.3, 1.6, 0.5
-#: Logarithms of time over expected time, beside the problem's other configs, of times that are far
-#: off. Among configs that are expected to take less than CLOSE times the best, this share of a
-#: file's times may be far below, and some more; committed measurements have 0.006.
+#: Logarithms of time over expected time, relative to the problem's other configs, beyond which a
+#: time is far off. Among configs expected to take less than CLOSE times the best, this share of a
+#: file's times may be far below, plus a few; committed measurements have 0.006.
 FAST, SLOW = -0.4, 0.9
 CLOSE, MOST_OFF, SOME = 1.5, 0.02, 3
-#: Fewer times or problems say nothing of a file, and so many of a file's problems are looked at.
+#: Times and problems that a check needs, and most problems of a file that are checked.
 _LEAST, _FEW, _LOOKED_AT = 20, 4, 150
-#: Key of a part's metadata: the name of the token that it was sent with. The operator's own have
-#: none.
+#: Key in a part's metadata of the name of the token that it was sent with; the operator's own parts
+#: have none.
 TOKEN = b"token"
-#: Rows of a family from one token, and those of one of its runs, over the base's rows of the family
-#: or, where they are more, over the mean of all families.
+#: Most rows of a family from one token, and from one of its runs, over the base's rows of the
+#: family or, if that is more, over their mean over all families.
 OF_TOKEN, OF_RUN = 1.0, 0.5
 
 
-class Refused(DataError):
-    """Something is wrong with the file itself; `run_ids` are the runs whose control configs take
-    other times than the operator's."""
+class RefusedShard(DataError):
+    """Error for a file with wrong rows; `run_ids` are the runs whose control configs take other
+    times than the operator's."""
 
     run_ids: Sequence[str] = ()
 
 
 class Shard(NamedTuple):
-    """The rows of a file that passed, without those of control configs; how many it has in all, and
-    the runs in it."""
+    """The rows of an admitted file, without those of control configs; the number of all its rows;
+    and the runs in it."""
 
     operation: Operation
     rows: pa.Table
@@ -88,7 +89,8 @@ class Shard(NamedTuple):
 
 @contextmanager
 def _blaming() -> Iterator[None]:
-    """Blame the file for what is wrong in the block, save for a model or a disk that fails."""
+    """Raise errors in the ``with`` block as errors of the file, except those of a model or the
+    disk."""
     try:
         yield
     except ModelError:
@@ -96,29 +98,29 @@ def _blaming() -> Iterator[None]:
     except (DataError, InvalidInput) as error:
         if getattr(error.__cause__, "errno", None) is not None:  # the disk; Arrow sets none
             raise
-        refused = Refused(str(error))
+        refused = RefusedShard(str(error))
         refused.run_ids = getattr(error, "run_ids", ())
         raise refused from error
 
 
 def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path]) -> Shard:
-    """Return the rows of a file if all of it is plausible.
+    """Return the rows of a file if all of them are plausible.
 
     Args:
         path: the file.
-        models: those in use, by device.
-        controls: files of the times that control configs took on the operator's own hosts.
+        models: models in use, by device.
+        controls: files with the times of control configs on the operator's own hosts.
 
     Raises:
-        Refused: the reason for which it is refused.
-        ConfpredError: a model, another file or the disk fails, which says nothing of the file.
+        RefusedShard: the file is refused, with the reason.
+        ConfpredError: a model, another file or the disk fails; the file is not to blame.
     """
     with _blaming():
         operation = parquet.operation_of_file(path)
         parquet.check_size(path, operation, rows=MOST_ROWS, size=MOST_BYTES, text=MOST_TEXT)
     own = (file for file in controls if operation_in(file) == operation.name)
-    known = [parquet.read(file, operation) for file in own]
-    reference = pa.concat_tables([parquet.schema(operation).empty_table(), *known])
+    tables = [parquet.read(file, operation) for file in own]
+    reference = pa.concat_tables([parquet.schema(operation).empty_table(), *tables])
     with _blaming():
         checked = parquet.read_checked([path], operation, whole=True)
         table = checked.table.drop_columns([ROW])
@@ -142,14 +144,14 @@ def check_shard(path: Path, models: Mapping[str, Model], controls: Sequence[Path
 
 
 def _check_controls(times: pa.Table, reference: pa.Table, keys: Sequence[str]) -> None:
-    known = reference.group_by(keys).aggregate([("time_ms", "mean")])
-    both = times.join(known, keys, join_type="inner", use_threads=False)
+    means = reference.group_by(keys).aggregate([("time_ms", "mean")])
+    both = times.join(means, keys, join_type="inner", use_threads=False)
     off = np.abs(np.log(both["time_ms"].to_numpy() / both["time_ms_mean"].to_numpy()))
     if (off > np.log1p(CONTROL)).any():
         wrong = both.take(np.flatnonzero(off > np.log1p(CONTROL)))
         first = wrong.slice(0, 1).to_pylist()[0]
         here, usual = (f"{first[name]:.4g} ms" for name in ("time_ms", "time_ms_mean"))
-        refused = Refused(
+        refused = RefusedShard(
             f"control config {first['config']} of {first['family']} takes {here} in run "
             f"{first['run_id']}, and {usual} elsewhere"
         )
@@ -158,7 +160,7 @@ def _check_controls(times: pa.Table, reference: pa.Table, keys: Sequence[str]) -
 
 
 def _check_kernels(times: pa.Table, operation: Operation) -> None:
-    """Refuse rows of kernels that this version does not have, by the first row of each."""
+    """Refuse rows of kernels that this version does not have, naming the first row of each."""
     numbered = times.append_column(ROW, pa.array(np.arange(times.num_rows)))
     firsts = numbered.group_by(["family", "source_digest"]).aggregate([(ROW, "min")])
     for number in firsts[f"{ROW}_min"].to_pylist():
@@ -176,7 +178,7 @@ def _check_kernels(times: pa.Table, operation: Operation) -> None:
 
 
 def _check_bounds(data: Dataset) -> None:
-    """Refuse times that the device cannot reach, and times too noisy to learn from."""
+    """Refuse times that the device cannot reach, and times that are too noisy to train on."""
     fastest = [(t.problem, float(t.time_ms.min())) for t in data.timings]
     for problem, ms in (*fastest, *data.pytorch_ms.items()):
         least_ms = 1e3 * max(
@@ -222,7 +224,7 @@ def _check_expected(data: Dataset, model: Model) -> None:
                 f"rank correlation of {np.median(ranks):.2f}; allowed: at least {CORRELATION}"
             )
     close = [part.close for parts in compared.values() for part in parts]
-    count, off = sum(map(len, close)), sum(int((each < FAST).sum()) for each in close)
+    count, off = sum(map(len, close)), sum(int((logs < FAST).sum()) for logs in close)
     if off > SOME + MOST_OFF * count:
         raise DataError(
             f"{off} of {count} times are far below what model {model.version} expects beside their "
@@ -259,7 +261,8 @@ def _compare(t: Timings, learned: FamilyModel) -> _Compared:
 
 
 def believed(t: Timings, learned: FamilyModel) -> Timings:
-    """Return the times that are not far off what a model expects beside the problem's others."""
+    """Return the times without those that are far off the model's expectation, relative to the
+    problem's other configs."""
     beside = _compare(t, learned).beside
     keep = (beside >= FAST) & (beside <= SLOW)
     parts = {name: getattr(t, name)[keep] for name in ("rows", "time_ms", "spread_ms")}
@@ -267,15 +270,16 @@ def believed(t: Timings, learned: FamilyModel) -> Timings:
 
 
 def token_of(file: Path) -> str:
-    """Return the name of the token that a part was sent with; none for the operator's own."""
+    """Return the name of the token that a part was sent with; empty for the operator's own
+    parts."""
     return ((pq.read_schema(file).metadata or {}).get(TOKEN) or b"").decode(errors="replace")
 
 
 def uploaded(
     files: Sequence[Path], base: Dataset, old: Model, layers: set[Any], say: Callable[[str], None]
 ) -> dict[str, list[Timings]]:
-    """Return the uploads' times of each family of the old model, as far as a token may send them
-    and they are believed: without those of held-out `layers` and of configs that the base has."""
+    """Return the uploads' times of each family of the old model, without held-out `layers` and the
+    base's configs, within a token's limit of rows, and only those that are `believed`."""
     tables, tokens = [], []
     for file in files:
         try:
@@ -299,15 +303,15 @@ def uploaded(
         table = table.take(capped(table, CONVOLUTION, ("family", *columns), most))
     table = table.append_column(ROW, pa.array(np.arange(table.num_rows)))
     rows = parquet.CheckedRows(table, (*files,), (table.num_rows,))
-    known = {(t.problem, t.family): t.rows for t in base.timings}
-    found: dict[str, list[Timings]] = defaultdict(list)
+    base_rows = {(t.problem, t.family): t.rows for t in base.timings}
+    uploads: dict[str, list[Timings]] = defaultdict(list)
     for t in measured_on(old.device.key, rows, CONVOLUTION).timings:
-        new = ~np.isin(t.rows, known.get((t.problem, t.family), ()))
+        new = ~np.isin(t.rows, base_rows.get((t.problem, t.family), ()))
         learned = old.families[t.family]
         if t.problem.layer() in layers or not learned.serves(t.problem) or not new.any():
             continue
         parts = {name: getattr(t, name)[new] for name in ("rows", "time_ms", "spread_ms")}
         kept = believed(replace(t, **parts, registers=None), learned)
         if len(kept.rows):
-            found[t.family].append(kept)
-    return found
+            uploads[t.family].append(kept)
+    return uploads

@@ -1,4 +1,4 @@
-"""Whether a model still holds: a few of its measured configs, timed again."""
+"""Check whether a model still holds, by timing a few of its measured configs again."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from confpred.model.folder import Model
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.retraining.offers import tasks_to_judge
-from confpred.sampler.run import Here, Settings, Tally, sample
+from confpred.sampler.run import Here, Sampling, Tally, sample
 
-#: Times hold while their geometric mean is within MEAN of what was measured, and no more than
-#: SHARE of them are further than FAR away. A model keeps the best of many noisy times, which comes
-#: out a percent or two slower when it is taken again.
+#: A model holds while the geometric mean of its times is within MEAN of the measured ones, and at
+#: most SHARE of them are further than FAR away. A model keeps the best of many noisy times, which
+#: is a percent or two slower when it is measured again.
 MEAN, FAR, SHARE = 0.07, 0.20, 0.15
-LEAST = 8  # times that say something
+LEAST = 8  # times that a verdict needs
 State = Literal["ok", "drifted", "kernels changed", "driver or cuDNN changed"]
 
 
@@ -39,11 +39,11 @@ State = Literal["ok", "drifted", "kernels changed", "driver or cuDNN changed"]
 class Retimed:
     """One config, timed again."""
 
-    problem: str  # what it computes, in words
+    problem: str  # the problem, in words
     provider: str
     config: str  # in words
-    expected_ms: float  # its time in the model's measurements
-    measured_ms: float  # its time now
+    expected_ms: float  # time in the model's measurements
+    measured_ms: float  # time now
 
     @property
     def ratio(self) -> float:
@@ -55,32 +55,32 @@ class Retimed:
 class Drift:
     """Result of a check."""
 
-    device: str  # its key
-    model: str  # its version
+    device: str  # key of the device
+    model: str  # version of the model
     state: State  # the verdict in a word or two
     why: str  # the verdict in a sentence
     ratio: float  # geometric mean of (time now / expected time)
-    far: float  # share of the times that are further than ``FAR`` from what was expected
-    kernels: tuple[str, ...]  # in words, which kernels are others than those that were measured
-    versions: tuple[str, ...]  # in words, which of driver and cuDNN are
+    far: float  # share of the times that are further than ``FAR`` from the expected ones
+    kernels: tuple[str, ...]  # in words, the kernels that changed since they were measured
+    versions: tuple[str, ...]  # in words, which of driver and cuDNN changed
     retimed: tuple[Retimed, ...]  # the worst ratio first
 
     @property
     def holds(self) -> bool:
-        """Whether the model can be used as it is: its kernels are those of today, and take the
-        times that it expects. Another driver alone does not change that."""
+        """Whether the model can be used as it is: its kernels have not changed, and take the times
+        that it expects. Another driver alone does not matter."""
         return self.state in ("ok", "driver or cuDNN changed")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        rows = [{**asdict(each), "ratio": each.ratio} for each in self.retimed]
+        """Return the result as plain data."""
+        rows = [{**asdict(timed), "ratio": timed.ratio} for timed in self.retimed]
         return {"format": DRIFT_FORMAT, "holds": self.holds, **asdict(self), "retimed": rows}
 
 
 def time_again(
     model: Model,
     runs: Mapping[int, Run],
-    settings: Settings,
+    settings: Sampling,
     *,
     count: int,
     seed: int,
@@ -91,15 +91,16 @@ def time_again(
     """Time `count` of the model's measured configs, or fewer if it has no more, and judge.
 
     Args:
-        model: of the device that `runs` are on.
-        runs: its CUDA number, and what its rows share.
-        settings: how to sample; its choice of configs does not count.
-        count, seed: how many, and of which draw.
-        cudnn: version of cuDNN in use; empty where there is none.
+        model: model of the device that `runs` are on.
+        runs: the GPU's CUDA number, and the columns that its rows share.
+        settings: settings of the sampler; their choice of configs does not count.
+        count: how many configs to time.
+        seed: seed of their draw.
+        cudnn: version of cuDNN in use; empty if there is none.
         interrupts, show: see `confpred.sampler.run.sample`.
 
     Raises:
-        DataError: too few could be timed to say anything.
+        DataError: too few could be timed for a verdict.
         ConfpredError: see `confpred.sampler.run.sample`.
     """
     (driver,) = {run.driver for run in runs.values()}
@@ -124,17 +125,17 @@ def time_again(
 def draw(
     model: Model, count: int, seed: int, *, pytorch: bool
 ) -> list[tuple[Record, Candidate, float]]:
-    """Return random problems of the model's measurements, with the best config and its time; of
-    each provider about as many."""
+    """Return random problems of the model's measurements, with the best config and its time; about
+    as many of each provider."""
     of_provider: dict[str, list[str]] = defaultdict(list)
     for words, best in sorted(model.measured.items()):
         if pytorch or best.candidate != PYTORCH_OPERATOR:
             of_provider[best.candidate.provider].append(words)
     rng = random.Random(seed)
-    orders = [found for _, found in sorted(of_provider.items())]
-    for found in orders:
-        rng.shuffle(found)
-    turns = zip_longest(*(reversed(found) for found in orders))
+    orders = [order for _, order in sorted(of_provider.items())]
+    for order in orders:
+        rng.shuffle(order)
+    turns = zip_longest(*(reversed(order) for order in orders))
     chosen = [words for turn in turns for words in turn if words is not None]
     parse = model.operation.problem.parse
     return [
@@ -147,11 +148,11 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
     """Return the verdict on these times.
 
     Raises:
-        DataError: they are too few to say anything, and no kernel has changed either.
+        DataError: they are too few for a verdict, and no kernel has changed either.
     """
     if len(retimed) < LEAST and not model.stale:
         raise DataError(f"only {len(retimed)} configs could be timed; {LEAST} are needed")
-    logs = np.log([each.ratio for each in retimed])
+    logs = np.log([timed.ratio for timed in retimed])
     ratio = float(np.exp(logs.mean())) if len(logs) else 1.0
     far = float((np.abs(logs) > np.log1p(FAR)).mean()) if len(logs) else 0.0
     why = (
@@ -166,21 +167,21 @@ def judged(model: Model, retimed: Sequence[Retimed], versions: Sequence[str]) ->
     elif versions:
         state = "driver or cuDNN changed"
         why = f"{'; '.join(versions)}; but the model holds: {why}"
-    worst_first = tuple(sorted(retimed, key=lambda each: -abs(np.log(each.ratio))))
-    known = (model.stale, tuple(versions), worst_first)
-    return Drift(model.device.key, model.version, state, why, ratio, far, *known)
+    worst_first = tuple(sorted(retimed, key=lambda timed: -abs(np.log(timed.ratio))))
+    facts = (model.stale, tuple(versions), worst_first)
+    return Drift(model.device.key, model.version, state, why, ratio, far, *facts)
 
 
 def times_in(folder: Path, operation: Operation) -> dict[tuple[Record, Candidate], float]:
-    """Return milliseconds of what was timed into the shards of `folder`; what failed has none.
+    """Return the milliseconds of the configs in the shards of `folder` that were timed.
 
     Raises:
         DataError: a shard is damaged or foreign.
     """
     columns = [*problem_columns(operation), "family", "config", "status", "time_ms"]
-    found: dict[tuple[Record, Candidate], list[float]] = defaultdict(list)
+    timed: dict[tuple[Record, Candidate], list[float]] = defaultdict(list)
     for row in read_shards(folder, operation, columns).to_pylist():
         if row["status"] == "ok":
             candidate = Candidate(row["family"], config_ids(row["family"])[row["config"]])
-            found[problem_of_row(row, operation.problem), candidate].append(row["time_ms"])
-    return {key: median(times) for key, times in found.items()}
+            timed[problem_of_row(row, operation.problem), candidate].append(row["time_ms"])
+    return {key: median(times) for key, times in timed.items()}

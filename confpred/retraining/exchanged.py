@@ -1,13 +1,13 @@
-"""A model of measurements that are there already: the operator's own, and uploads to a service.
+"""A model trained on measurements that exist already: the operator's own, and uploads to a service.
 
-    base      the operator's rows: trained on whole, where there is no model or no upload
-    uploads   rows of parts that a service has admitted: they teach the model in use how to order
-              the configs of a family, and nothing else of it changes
-    hold-out  the operator's rows, whose layers nothing here learns from: they decide
+    base      the operator's rows; the model is trained on them if there is no model or no upload
+    uploads   rows of parts that a service has admitted; they change how the model in use orders the
+              configs of a family, and nothing else of it
+    hold-out  the operator's rows that decide; no model here is trained on their layers
 
-So uploads can neither take a family, a direction or a width away, nor change an answer of a family
-that they are not of, nor pin one. Without a hold-out, one network in ten of the base is one, chosen
-by name. Nothing is measured, so this needs no GPU.
+So uploads can neither remove a family, a direction or a width, nor change an answer of another
+family, nor pin one. Without a hold-out, one network in ten of the base, chosen by name, is held
+out. Nothing is measured, so this needs no GPU.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from confpred.training.fit import Hyperparameters, teach
 from confpred.training.train import train
 
 log = logging.getLogger(__name__)
-#: A family is not taught if its choices take more than this for one width of groups. A width of
-#: which the hold-out has fewer problems is not learned.
+#: A family's order is not changed if its choices take more than this share of the old time for some
+#: group width that has at least so many problems in the hold-out.
 OF_WIDTH, LEAST_OF_WIDTH = 1.02, 3
 _ID_DIGITS = 64  # of an upload, in the name of its part
 
 
-class Outcome(NamedTuple):
+class Retrained(NamedTuple):
     """Result of `retrain_from`."""
 
-    device: str  # key of the device that was trained for
+    device: str  # key of the device that the model is for
     verdict: Verdict  # old against new
     old: str | None  # version of the model in use, if there was one
 
     @property
     def why(self) -> str:
-        """Say what the verdict is by."""
+        """The verdict in words, with the model it was compared with."""
         return f"against {self.old or 'PyTorch'}, {self.verdict.why}"
 
 
@@ -81,22 +81,22 @@ def retrain_from(
     hyper: Hyperparameters | None = None,
     say: Callable[[str], None] = log.info,
     facts: Mapping[str, Any] | None = None,
-) -> Outcome:
-    """Train a model, or teach the one in use by uploads, and judge it by the hold-out.
+) -> Retrained:
+    """Train a model, or improve the one in use by uploads, and judge it by the hold-out.
 
     Args:
-        data: Parquet files of measurements, and folders of them; only conv2d is learned from. Those
-            that a service has admitted are uploads, all others the base.
-        models: the folders of those in use, by device.
-        out: the folder of the new model, which is made if it is better.
+        data: Parquet files of measurements, and folders of them; only those of conv2d are used.
+            Files that a service has admitted are uploads, all others the base.
+        models: folders of the models in use, by device.
+        out: folder of the new model, which is made if it is better.
         holdout: files and folders of the operator's hold-out.
-        device: to train for; None where the base is of one.
-        hyper: how the trees grow.
+        device: device to train for; None if the base is of one.
+        hyper: hyperparameters of the trees.
         say: called with a line at each step.
-        facts: entries that the new model's card gets beside its own.
+        facts: further entries of the new model's card.
 
     Raises:
-        DataError: there is no base, it cannot be read, or there is nothing to judge by.
+        DataError: there is no base, it cannot be read, or there is no hold-out problem.
         UnknownDevice: the device has no description.
         ModelError: the model in use is damaged.
     """
@@ -129,7 +129,7 @@ def retrain_from(
             train(base, trained, hyper=hyper)
             new = load_model(trained)
             verdict = _covering(old, new, compare([*pairs(held, old, new)]))
-            outcome = Outcome(base.device.key, verdict, None if old is None else old.version)
+            outcome = Retrained(base.device.key, verdict, None if old is None else old.version)
             if verdict.better:
                 _write(trained, out, {}, {**(facts or {}), "why": outcome.why})
         return outcome
@@ -147,7 +147,7 @@ def retrain_from(
             learned[name] = sum(len(t.rows) for t in timings)
     why = "; ".join(f"{name}: {verdict.why}" for name, verdict in verdicts.items())
     verdict = Verdict(bool(orders), why or "no upload has rows that the base lacks", 0, 0)
-    outcome = Outcome(base.device.key, verdict, old.version)
+    outcome = Retrained(base.device.key, verdict, old.version)
     if orders:
         sources = {file.stem.removeprefix("part-"): token_of(file) for file in uploads}
         learned_from = {"why": outcome.why, "taught": learned, "uploads": sources}
@@ -156,7 +156,7 @@ def retrain_from(
 
 
 def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
-    """Return whether a file has measurements of convolutions; a damaged upload stops nobody."""
+    """Return whether a file has measurements of convolutions; a damaged upload is left out."""
     try:
         return operation_in(file) == CONVOLUTION.name
     except DataError as error:
@@ -167,7 +167,7 @@ def _is_readable(file: Path, say: Callable[[str], None]) -> bool:
 
 
 def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-    """Write the model of a folder with further or other `orders`, and `facts` in its card."""
+    """Write the model of a folder with new `orders` of some families, and `facts` in its card."""
     read = read_files(model)
     files = {name: text for name, text in read.files.items() if name != SIGNATURE} | {**orders}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -177,7 +177,7 @@ def _write(model: Path, out: Path, orders: Mapping[str, bytes], facts: Mapping[s
 
 
 def _covering(old: Model | None, new: Model, verdict: Verdict) -> Verdict:
-    """Return the verdict, which no model gets over that lacks what the old one knows."""
+    """Return the verdict; a new model that lacks a part of the old one is not better."""
     if old is None:
         return verdict
     gone = sorted(_covered(old) - _covered(new))
@@ -185,25 +185,25 @@ def _covering(old: Model | None, new: Model, verdict: Verdict) -> Verdict:
 
 
 def _covered(model: Model) -> set[str]:
-    """Return the families of a model with the kinds of layers and directions that each knows, and
-    the widths of groups that were measured."""
-    kinds = {f"{n} of {kind}" for n, each in model.card.families.items() for kind in each.groupings}
+    """Return the families of a model with the kinds of layers and directions of each, and the
+    measured group widths."""
+    kinds = {f"{n} of {kind}" for n, card in model.card.families.items() for kind in card.groupings}
     problems: list[Any] = [model.operation.problem.parse(words) for words in model.measured]
     return kinds | {f"{p.direction} of width {p.group_width}" for p in problems}
 
 
 def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:
     """Return whether the configs of a family that `new` puts first are faster on the hold-out, and
-    for no width of groups slower."""
-    found: list[Pair] = []
+    slower for no group width."""
+    compared: list[Pair] = []
     logs: dict[int, list[float]] = defaultdict(list)
     for t in held.timings:
         if t.family == old.family.name and old.serves(t.problem) and t.networks:
-            first, second = (each.rank(t.problem, t.device, t.rows)[0][0] for each in (old, new))
+            first, second = (model.rank(t.problem, t.device, t.rows)[0][0] for model in (old, new))
             times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
-            found.append(Pair(t.networks[0], times[int(first)], times[int(second)]))
-            logs[_width(t)].append(np.log(found[-1].new_ms / found[-1].old_ms))
-    verdict = compare(found)
+            compared.append(Pair(t.networks[0], times[int(first)], times[int(second)]))
+            logs[_width(t)].append(np.log(compared[-1].new_ms / compared[-1].old_ms))
+    verdict = compare(compared)
     for width, of_width in logs.items():
         if len(of_width) >= LEAST_OF_WIDTH and np.mean(of_width) > np.log(OF_WIDTH):
             why = f"its choices take {np.exp(np.mean(of_width)):.3f} of the time at width {width}"
@@ -217,8 +217,8 @@ def _width(t: Timings) -> int:
 
 
 def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
-    """Yield the times of what both models choose among the measured candidates of each problem of a
-    network. Without an old model PyTorch's operator runs."""
+    """Yield the times of both models' choices among the measured candidates of each problem of a
+    network. Without an old model, PyTorch's operator is its choice."""
     for problem, parts in by_problem(t for t in data.timings if t.networks).items():
         times = times_of(parts, data.pytorch_ms.get(problem))
         chosen = [_chosen(model, problem, parts, times) for model in (old, new)]
@@ -231,7 +231,7 @@ def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
 def _chosen(
     model: Model | None, problem: Record, parts: Sequence[Timings], times: Mapping[Candidate, float]
 ) -> Candidate:
-    """Return the candidate among `times` that a model puts first, without looking it up."""
+    """Return the candidate among `times` that a model puts first, without its measured configs."""
     if model is None:
         return PYTORCH_OPERATOR
     options = []
@@ -250,11 +250,11 @@ def _chosen(
 @contextmanager
 def measurements_at(source: str) -> Iterator[Path]:
     """Yield a folder of the measurements at `source`: a folder or its URL, or the address of a
-    service. Rows that are elsewhere are fetched for as long as the block lasts.
+    service. Remote rows are fetched, and removed when the block ends.
 
     Raises:
-        InvalidInput: it is none of these.
-        DataError: it has no measurements.
+        InvalidInput: `source` is none of these.
+        DataError: `source` has no measurements.
         MissingExtra: a service needs httpx.
         ServiceError: the service does not answer, or takes no measurements.
         StorageError: the object store refused.

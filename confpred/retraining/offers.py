@@ -1,10 +1,9 @@
-"""Tasks under a budget: the problems of a suite, and their worth.
+"""Choose what to measure in a budget of time: the problems of a suite by their worth a second.
 
-A minute is spent where it teaches most. The lesson of a problem is guessed from two things: how far
-the present answers may be off (their bound on regret), and how unlike it is to all that has been
-measured or is planned already. Its cost is the time to measure it, and to compile those of its
-kernels that are neither compiled nor planned: a config is compiled once for all problems, so the
-first problems are dear and later ones cheap.
+The worth of a problem has two parts: how far the present answer may be off (its bound on regret),
+and the distance of the problem to all that are measured or planned. Its cost is the time to measure
+it, and to compile those of its kernels that are neither compiled nor planned. A kernel is compiled
+once for all problems, so the first problems are expensive and later ones cheap.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
-from confpred.sampler.tasks import Measured, Task, left_of, pytorch_task, task_of
+from confpred.sampler.tasks import RowKey, Task, left_of, pytorch_task, task_of
 
-#: Configs of a problem and family: as many as the model puts first, and as many at random, which
-#: show where it is wrong.
+#: Configs of a problem and family: so many that the model puts first, and so many random ones,
+#: which show where the model is wrong.
 PICKED, RANDOM = 20, 20
-#: One network in so many is held out of training for good, by its name; so each model of this
-#: user's is judged on networks that none of them has learned from.
+#: One network in so many is held out of training for good, by its name; so each of a user's models
+#: is judged on networks that none of them was trained on.
 HELD_OUT_OF = 10
-#: Share of a problem's worth that is left where another one is exactly like it.
+#: Share of a problem's worth that remains if the same problem was measured.
 _LEAST_NOVELTY = 0.02
-#: So many times the problems that the budget could hold are looked at; describing one takes tens of
+#: Problems to consider, as a multiple of those that the budget allows; describing one takes tens of
 #: milliseconds.
 _LOOKED_AT = 3
-_UNKNOWN_DOUBT = 1.0  # of an answer without a bound
-#: Content of a folder of measurements, as the sampler's store lists it.
-Have = Mapping[Measured, AbstractSet[str]]
+_UNKNOWN_DOUBT = 1.0  # doubt of an answer without a bound
+#: Measured configs of a folder by key, as the sampler's store lists them.
+Have = Mapping[RowKey, AbstractSet[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +60,28 @@ class Costs:
 class Offer:
     """A problem that could be measured."""
 
-    tasks: tuple[Task, ...]  # with each provider
-    kernels: frozenset[KernelSpec]  # those that are not compiled yet
-    place: NDArray[np.float64]  # the problem among others; a distance of 1 is far
-    doubt: float  # by how much the present answer may exceed the best, such as 0.2
+    tasks: tuple[Task, ...]  # a task a provider
+    kernels: frozenset[KernelSpec]  # kernels that are not compiled yet
+    place: NDArray[np.float64]  # scaled features of the problem; a distance of 1 is far
+    doubt: float  # excess of the present answer's time over the best, at most; such as 0.2
 
     def measuring_s(self, costs: Costs) -> float:
-        """Seconds on the GPU."""
+        """Return the seconds on the GPU."""
         rows = sum(len(task.config_ids) for task in self.tasks)
         return rows * costs.row_s + len(self.tasks) * costs.task_s
 
 
 def plan(
-    offers: Sequence[Offer], known: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
+    offers: Sequence[Offer], measured: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
 ) -> list[int]:
     """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
-    spent, compilations included; the last one may exceed it. `known` are positions of the problems
+    spent, compilations included; the last one may exceed it. `measured` are the places of problems
     that were measured before."""
     if not offers:
         return []
     places = np.stack([offer.place for offer in offers])
     doubt = np.array([offer.doubt for offer in offers])
-    distances = [np.linalg.norm(places - place, axis=1) for place in known]
+    distances = [np.linalg.norm(places - place, axis=1) for place in measured]
     near = np.minimum.reduce([np.full(len(offers), np.inf), *distances])
     kernel_s = costs.kernel_s / costs.processes
     missing = np.array([len(offer.kernels) for offer in offers], np.float64)
@@ -108,27 +107,27 @@ def plan(
 
 
 def is_held_out(networks: Iterable[str]) -> bool:
-    """Return whether a problem of `networks` is only to judge by."""
+    """Return whether a problem of `networks` is held out of training."""
     return any(zlib.crc32(name.encode()) % HELD_OUT_OF == 0 for name in networks)
 
 
 def to_learn_from(suite: Suite) -> list[Entry]:
-    """Return the entries of `suite` that share no layer with a network that is held out, each
-    once."""
+    """Return the entries of `suite` that share no layer with a held-out network, without
+    duplicates."""
     held_out = {e.problem.layer() for e in suite.entries if is_held_out(e.networks)}
     entries = (Entry(problem, names) for problem, names in suite.networks.items())
     return [entry for entry in entries if entry.problem.layer() not in held_out]
 
 
 def to_judge_by(suite: Suite) -> list[Entry]:
-    """Return the entries of `suite` that are of a network that is held out, each once."""
+    """Return the entries of `suite` with a held-out network, without duplicates."""
     return [Entry(p, names) for p, names in suite.networks.items() if is_held_out(names)]
 
 
 def tasks_to_learn(
     suite: Suite,
     device: Device,
-    donor: Model | None,
+    source: Model | None,
     predictor: Predictor,
     *,
     measured: Have,
@@ -142,13 +141,13 @@ def tasks_to_learn(
     Args:
         suite: the problems, of one operation.
         device: the device that is measured.
-        donor: the model whose first configs are measured beside random ones; None for those that
-            the families' estimates put first.
-        predictor: says how far its answers may be off.
-        measured: what needs no measurement.
+        source: the model whose first configs are measured beside random ones; None for the first
+            ones by the families' estimates.
+        predictor: gives the bound on the regret of present answers.
+        measured: the configs that need no measurement.
         costs, budget_s: see `plan`.
-        seed: of the random configs, and of which problems are looked at.
-        pytorch: whether PyTorch's own operator is measured too.
+        seed: seed of the random configs, and of the problems to consider.
+        pytorch: whether PyTorch's operator is measured too.
     """
     entries = to_learn_from(suite)
     held = budget_s / (costs.task_s + (PICKED + RANDOM) * costs.row_s)
@@ -158,15 +157,15 @@ def tasks_to_learn(
     offers = []
     for index in order[: max(1, int(_LOOKED_AT * held))]:
         entry = entries[index]
-        tasks = _tasks(entry, device, donor, measured, seed, pytorch=pytorch)
+        tasks = _tasks(entry, device, source, measured, seed, pytorch=pytorch)
         if tasks:
-            kernels = {kernel for task in tasks for each in task.kernels() for kernel in each}
+            kernels = {k for task in tasks for of_config in task.kernels() for k in of_config}
             missing = frozenset(kernel for kernel in kernels if not is_compiled(kernel))
             bound = predictor.choose(entry.problem, device).regret_bound
             doubt = _UNKNOWN_DOUBT if bound is None else bound - 1
             offers.append(Offer(tasks, missing, place(entry.problem), doubt))
-    known = [place(problem) for problem in {key.problem for key in measured}]
-    return [task for i in plan(offers, known, costs, budget_s) for task in offers[i].tasks]
+    places = [place(problem) for problem in {key.problem for key in measured}]
+    return [task for i in plan(offers, places, costs, budget_s) for task in offers[i].tasks]
 
 
 def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
@@ -183,13 +182,13 @@ def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
 
 
 def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], NDArray[np.float64]]:
-    """Return the coordinates of problems: their operation's features, each over its spread
-    among `problems`."""
+    """Return a function from a problem to its place: the operation's features, each divided by its
+    spread over `problems`."""
 
     def features(problem: Record) -> NDArray[np.float64]:
         (row,) = operation_of(problem).features(problem, device).astype(np.float64)
-        found: NDArray[np.float64] = row
-        return found
+        values: NDArray[np.float64] = row
+        return values
 
     rows = np.stack([features(problem) for problem in problems])
     spread = rows.std(axis=0)
@@ -199,27 +198,26 @@ def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], ND
 
 
 def _tasks(
-    entry: Entry, device: Device, donor: Model | None, measured: Have, seed: int, *, pytorch: bool
+    entry: Entry, device: Device, source: Model | None, measured: Have, seed: int, *, pytorch: bool
 ) -> tuple[Task, ...]:
-    problem, found = entry.problem, list[Task]()
+    problem, tasks = entry.problem, list[Task]()
     for family in kernels_of(problem).values():
-        if rows := _rows(family, problem, device, donor, seed):
-            found += left_of(task_of(problem, entry.networks, family, rows), measured)
+        if rows := _rows(family, problem, device, source, seed):
+            tasks += left_of(task_of(problem, entry.networks, family, rows), measured)
     theirs = pytorch_task(problem, entry.networks)
-    if pytorch and found and theirs.key not in measured:
-        found.append(theirs)
-    return tuple(found)
+    if pytorch and tasks and theirs.key not in measured:
+        tasks.append(theirs)
+    return tuple(tasks)
 
 
 def _rows(
-    family: Family, problem: Record, device: Device, donor: Model | None, seed: int
+    family: Family, problem: Record, device: Device, source: Model | None, seed: int
 ) -> list[int]:
-    """Return the configs that come first by the model, or by the estimate, and random other
-    ones."""
+    """Return the first configs by the model, or by the estimate, and random others."""
     legal = np.flatnonzero(family.legal(problem, device))
     if not len(legal):
         return []
-    learned = donor.families.get(family.name) if donor is not None else None
+    learned = source.families.get(family.name) if source is not None else None
     by_estimate = partial(rank_by_estimate, family, problem, device)
     first, _ = by_estimate() if learned is None else learned.rank(problem, device, legal)
     picked = first[:PICKED]

@@ -1,15 +1,15 @@
-"""A model of one's own GPU: measured, trained, compared with what runs today, and published if it
-is better.
+"""A model of one's own GPU: measured, trained, compared with the present choices, and published if
+it is better.
 
-    measure   what teaches most, for most of the budget            rows/
-    train     on that, on earlier sessions' and on given data      model-<n>/
+    measure   the problems of most worth, for most of the budget   rows/
+    train     on these, earlier sessions' and the user's data      model-<n>/
     judge     old and new choose for networks held out for good,
-              and what they choose differently is measured         judged-<n>/
+              and the choices that differ are measured             judged-<n>/
     publish   if the new choices are faster by more than chance    the user's models
 
-Each step leaves what it has done, whole, in the session's folder, so a run that is stopped or
-killed goes on from there; ``session.json`` there says how much of the budget is spent. Rows to
-judge by are never learned from.
+Each step leaves its result, whole, in the session's folder, so a run that is stopped or killed
+goes on from there; ``session.json`` there has the part of the budget that is spent. No model is
+trained on rows to judge by.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from confpred.problem.record import Record
 from confpred.retraining import offers
 from confpred.retraining.drift import times_in
 from confpred.retraining.offers import Costs, is_held_out
-from confpred.sampler.run import Here, Settings, Tally, sample
+from confpred.sampler.run import Here, Sampling, Tally, sample
 from confpred.sampler.tasks import Task
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
@@ -46,13 +46,13 @@ from confpred.training.train import train
 
 log = logging.getLogger(__name__)
 FORMAT = "confpred-retrain/1"
-#: Share of the budget that goes to judging; the remaining share is for learning.
+#: Share of the budget for judging; the other part is for rows to train on.
 JUDGING = 0.2
-#: A measurement of this many seconds is saved in the session, so that a kill loses no more.
+#: Seconds between two saves of the session, so that a kill loses no more of the spent budget.
 _SAVED_EVERY_S = 5.0
-#: Fewer networks or problems prove nothing.
+#: Networks and problems that a verdict needs.
 LEAST_NETWORKS, LEAST_PROBLEMS = 3, 10
-#: The chance that a model which is no better is taken for one that is.
+#: Chance that a model which is no better is called better.
 RISK = 0.1
 #: Above this ratio a choice counts as slower.
 SLOWER = 1.05
@@ -62,24 +62,24 @@ Show = Callable[[Tally], None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Inputs of a retraining."""
+    """Inputs of a retraining session."""
 
     device: Device
-    runs: Mapping[int, Run]  # the CUDA number of the GPU, and what its rows share
+    runs: Mapping[int, Run]  # the CUDA number of the GPU, and the columns that its rows share
     suite: Suite  # problems to learn from and to judge by
     budget_s: float  # of measuring, compilations included
-    data: tuple[Path, ...]  # further measurements to learn from; rows of other devices are left out
-    folder: Path  # of the session
-    settings: Settings  # how to sample; its budget and its choice of configs do not count
+    data: tuple[Path, ...]  # further measurements to train on; rows of other devices are left out
+    folder: Path  # folder of the session
+    settings: Sampling  # of the sampler; their budget and choice of configs do not count
     hyper: Hyperparameters | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """How it ended."""
+class RetrainingReport:
+    """Result of a retraining session."""
 
-    verdict: Verdict | None  # old against new; None where the run was stopped before it
-    published: Path | None  # folder of the new model, where it is in use now
+    verdict: Verdict | None  # new against old; None if the run was stopped before it
+    published: Path | None  # folder of the new model, if it is in use now
     old: str | None  # version of the model that was in use, if there was one
 
 
@@ -89,7 +89,7 @@ def retrain(
     interrupts: Callable[[], int] = lambda: 0,
     show: Show = lambda tally: None,
     say: Callable[[str], None] = log.info,
-) -> Report:
+) -> RetrainingReport:
     """Begin a session, or go on with the one that has no verdict yet.
 
     Args:
@@ -113,21 +113,21 @@ def retrain(
     if not (run.trained / CARD).exists():
         run.learn()
         if interrupts():
-            return Report(None, None, old)
+            return RetrainingReport(None, None, old)
         run.train()
     pairs = run.judge()
     if interrupts():
-        return Report(None, None, old)
+        return RetrainingReport(None, None, old)
     verdict = compare(pairs)
     published = publish(run.trained, users_models()) if verdict.better else None
     save(request.folder, replace(run.session, done=True))
     shutil.rmtree(run.trained)
-    return Report(verdict, published, old)
+    return RetrainingReport(verdict, published, old)
 
 
 @dataclass(slots=True)
 class _Retraining:
-    """The steps of a session, with what they share."""
+    """The steps of a session, with their shared state."""
 
     request: Request
     session: Session
@@ -146,13 +146,13 @@ class _Retraining:
         if left <= 0:
             return
         kind = type(request.suite.entries[0].problem)
-        donor = self.models.get(request.device.key) or donor_for(self.models, request.device, kind)
-        of = "nothing" if donor is None else f"model {donor.version}"
+        source = self.models.get(request.device.key) or donor_for(self.models, request.device, kind)
+        of = "nothing" if source is None else f"model {source.version}"
         self.say(f"session {number}: measuring for {left:.0f} s what {of} has most to learn from")
         predictor = Predictor(self.models)
 
         def chosen(measured: offers.Have) -> list[Task]:
-            what, settings = (request.suite, request.device, donor, predictor), request.settings
+            what, settings = (request.suite, request.device, source, predictor), request.settings
             costs = Costs(processes=settings.processes)
             how: dict[str, Any] = {"costs": costs, "seed": number, "pytorch": settings.pytorch}
             return offers.tasks_to_learn(*what, measured=measured, budget_s=left, **how)
@@ -204,8 +204,8 @@ class _Retraining:
     def measure(
         self, name: str, clock: str, budget_s: float, chosen: Callable[[offers.Have], list[Task]]
     ) -> None:
-        """Measure `chosen` into the session's folder `name`, and save the seconds that it took in
-        the session's field `clock`, now and then and at the end."""
+        """Measure the tasks of `chosen` into the session's folder `name`. Add the seconds to the
+        session's field `clock`, now and then and at the end."""
         before, saved = self.session, 0.0
 
         def spend(seconds: float) -> None:
@@ -228,7 +228,7 @@ class _Retraining:
 
 
 def running(predictor: Predictor, problem: Record, device: Device) -> Candidate:
-    """Return the choice that PyTorch runs: PyTorch's operator in place of a guess."""
+    """Return the choice that PyTorch runs: PyTorch's operator if the choice would be a guess."""
     choice = predictor.choose(problem, device)
     return PYTORCH_OPERATOR if choice.is_guess else choice.candidate
 
@@ -237,24 +237,24 @@ def pairs_of(
     picked: Sequence[tuple[Entry, Candidate, Candidate]],
     times: Mapping[tuple[Record, Candidate], float],
 ) -> list[Pair]:
-    """Old and new times of each problem that both have a time for. Where they choose the same, no
-    time is needed; of these, as many count as of the others, in proportion, because the others may
-    be cut short by the budget."""
+    """Return old and new times of each problem that has both. Where both choices are the same, no
+    time is needed; as large a share of these problems counts as of the others, which the budget may
+    cut short."""
     same = [Pair(entry.networks[0], 1.0, 1.0) for entry, old, new in picked if old == new]
     differing = [
         (entry.networks[0], times.get((entry.problem, old)), times.get((entry.problem, new)))
         for entry, old, new in picked
         if old != new
     ]
-    found = [Pair(name, a, b) for name, a, b in differing if a is not None and b is not None]
-    return same if not differing else found + same[: round(len(same) * len(found) / len(differing))]
+    timed = [Pair(name, a, b) for name, a, b in differing if a is not None and b is not None]
+    return same if not differing else timed + same[: round(len(same) * len(timed) / len(differing))]
 
 
 def check_suite(suite: Suite) -> None:
-    """Check that `suite` can be learned from and judged by.
+    """Check that `suite` has problems to train on and problems to judge by.
 
     Raises:
-        DataError: it has no problem of a network that is held out, or none of the others.
+        DataError: it has no problem of a held-out network, or none of other networks.
     """
     if not offers.to_judge_by(suite) or not offers.to_learn_from(suite):
         raise DataError(
@@ -265,24 +265,24 @@ def check_suite(suite: Suite) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One retraining."""
+    """State of a retraining session, as ``session.json`` has it."""
 
-    #: 1 for the first in this folder. It seeds what is drawn, so that each session draws anew and a
-    #: resumed one draws the same.
+    #: Number of the session in its folder, from 1. It seeds random draws, so that each session
+    #: draws anew and a resumed one draws the same.
     number: int
-    old: str | None  # digest of the model that is to be beaten, if the device has one
-    learning_s: float = 0.0  # seconds of measuring so far, to learn ...
-    judging_s: float = 0.0  # ... and to judge
-    done: bool = False  # whether it came to a verdict
+    old: str | None  # digest of the model to beat, if the device has one
+    learning_s: float = 0.0  # seconds of measuring so far, to train on ...
+    judging_s: float = 0.0  # ... and to judge by
+    done: bool = False  # whether it has a verdict
 
 
 def default_folder(device: str) -> Path:
-    """Return where the sessions for the device with this key are kept."""
+    """Return the folder of the sessions for the device with this key."""
     return user_folder("data") / "retrain" / device
 
 
 def open_session(folder: Path, old: str | None) -> Session:
-    """Return the session to go on with: the last one of `folder` if it has no verdict and was begun
+    """Return the session to continue: the last one of `folder` if it has no verdict and was begun
     against the same model, else a new one.
 
     Raises:
@@ -302,7 +302,7 @@ def open_session(folder: Path, old: str | None) -> Session:
 
 
 def save(folder: Path, session: Session) -> None:
-    """Write what `session` says.
+    """Write `session` to ``session.json``.
 
     Raises:
         StorageError: the file system refused.
@@ -312,20 +312,20 @@ def save(folder: Path, session: Session) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A hold-out problem."""
+    """Old and new time of a hold-out problem."""
 
-    network: str  # one that it is of
-    old_ms: float  # measured time of what runs today
-    new_ms: float  # measured time of what the new model chooses
+    network: str  # a network that has it
+    old_ms: float  # measured time of the present choice
+    new_ms: float  # measured time of the new model's choice
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of the comparison."""
 
-    better: bool  # whether the new model is to be used
+    better: bool  # whether the new model should be used
     why: str
-    problems: int  # that were compared
+    problems: int  # problems that were compared
     networks: int
     ratio: float | None = None  # geometric mean of (new time / old time), if enough was compared
     #: Upper bound on that ratio at a confidence of ``1 - RISK``, over networks drawn anew.
@@ -335,10 +335,10 @@ class Verdict:
 
 
 def compare(pairs: Sequence[Pair], seed: int = 0) -> Verdict:
-    """Whether the new choices are faster, by more than chance could explain.
+    """Return whether the new choices are faster, by more than chance could explain.
 
-    Networks are drawn anew as a whole, because the layers of one are alike. Whoever chooses the
-    same has a ratio of one there, which is as good as measured.
+    Networks are resampled as a whole, because the layers of one are similar. If both models choose
+    the same config, the ratio is 1 without a measurement.
     """
     names = sorted({pair.network for pair in pairs})
     if len(pairs) < LEAST_PROBLEMS or len(names) < LEAST_NETWORKS:

@@ -1,1 +1,1 @@
-"""The offline sampler: measures configs on GPUs, into Parquet files."""
+"""The offline sampler: measures configs on GPUs and writes Parquet files."""

@@ -1,9 +1,9 @@
 """The GPUs of a Ray cluster as an engine of the sampler: an actor a GPU, compilers on its cores.
 
 An actor keeps the killable worker of its GPU as a child, so a kernel that crashes or hangs costs
-that child alone. Ray restarts an actor that dies, on the same GPU or another; it repeats no call,
-since only the sampler's loop knows which unit was being measured. Ray notices no hang: an actor
-says every few seconds that it lives, and one that does not is killed.
+that child alone. Ray restarts an actor that dies, on the same GPU or another. Ray repeats no call,
+because only the sampler's loop knows which unit was being measured. Ray notices no hang: an actor
+sends a sign of life every few seconds, and one that does not is killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from confpred.sampler.jobs import (
     Compiling,
     Finished,
     GpuWorker,
-    Known,
     Lost,
+    Refusals,
 )
-from confpred.sampler.run import Settings, project_version
+from confpred.sampler.run import Sampling, project_version
 from confpred.sampler.tasks import Unit
 from confpred.sampler.worker import Done, Failed
 
@@ -48,23 +48,24 @@ from confpred.sampler.worker import Done, Failed
 DESCRIBE = "confpred.sampler.run:find_gpus"
 #: Units that a GPU has at a time: while one is measured, the kernels of the next are fetched.
 WINDOW = 2
-#: An actor may take so long to start, or to start again.
+#: Most seconds that an actor takes to start, or to start again.
 START_S = 300.0
-#: After the first GPU has started, the others are waited for so long before the run is planned.
+#: Seconds to wait for other GPUs after the first one has started, before the run is planned.
 SETTLE_S = 30.0
-#: A compilation may take so long, waiting for a core included.
+#: Most seconds of a compilation, waiting for a core included.
 _COMPILE_S = 900.0
 _FETCH_S = 30.0
 _REACH_S = 10.0
-#: Compiled kernels that Ray keeps; an actor compiles what is gone.
+#: Compiled kernels that Ray keeps; an actor compiles others again.
 _MOST_KEPT = 30_000
-_BEATS = 4  # in the time after which an actor is taken to hang
+_BEATS = 4  # signs of life in the time after which an actor counts as hanging
 _BEGUN, _ALIVE = "begun", "alive"
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an actor is: its host and GPU in words, Ray's id of the host, and what rows share."""
+    """Place of an actor: its host and GPU in words, Ray's id of the host, and the columns that its
+    rows share."""
 
     name: str
     node: str
@@ -79,7 +80,7 @@ class Actor:
     """
 
     def __init__(self, describe: str, function: str, silence_s: float, seed: int) -> None:
-        # Else each child imports the program of Ray's worker, which takes a second.
+        # Otherwise each child would import the program of Ray's worker, which takes a second.
         vars(sys.modules["__main__"]).pop("__file__", None)
         self._own = (function, silence_s, seed)
         self._describe = describe
@@ -88,26 +89,26 @@ class Actor:
         self._measuring = threading.Lock()
 
     def site(self) -> Site:
-        """Return where this is; raises as `confpred.sampler.run.find_gpus`."""
+        """Return the actor's place; raises as `confpred.sampler.run.find_gpus`."""
         module, _, name = self._describe.partition(":")
         ((ordinal, run),) = getattr(import_module(module), name)("all").items()
-        with self._measuring:  # a call that its driver takes to be lost may still go on
+        with self._measuring:  # a call that the driver counts as lost may still run
             self._gpu = GpuWorker(run, ordinal, *self._own)
         context = ray.get_runtime_context()
         numbers = ",".join(context.get_accelerator_ids()["GPU"])
         return Site(f"{socket.gethostname()} GPU {numbers}", context.get_node_id(), run)
 
     def measure(
-        self, unit: Unit, known: Known, cubins: Sequence[tuple[KernelSpec, Any]], arch: str
+        self, unit: Unit, refusals: Refusals, cubins: Sequence[tuple[KernelSpec, Any]], arch: str
     ) -> Iterator[str | list[Finished]]:
-        """Yield a word when the unit begins and now and then, and last all that was measured."""
+        """Yield a sign of life when the unit begins and every few seconds, and last the results."""
         fetch(cubins, arch)
         with self._measuring:
             yield _BEGUN
             gpu = self._gpu
             if gpu is None:
                 raise LaunchError("the actor has not said where it is")
-            gpu.send(unit, known)
+            gpu.send(unit, refusals)
             finished: list[Finished] = []
             said = time.monotonic()
             while gpu.units:
@@ -120,7 +121,7 @@ class Actor:
 
 
 def fetch(cubins: Sequence[tuple[KernelSpec, Any]], arch: str) -> None:
-    """Put compiled kernels of other hosts into this host's cache; those that are lost, or late, are
+    """Put compiled kernels of other hosts into this host's cache; those that are lost or late are
     compiled where they are measured."""
     for kernel, cubin in cubins:
         if compiled_before(kernel, arch) is None:
@@ -131,13 +132,13 @@ def fetch(cubins: Sequence[tuple[KernelSpec, Any]], arch: str) -> None:
 
 
 def compile_remotely(function: str, job: CompileJob) -> tuple[tuple[str | None, str], bytes]:
-    """Compile a kernel by the job function at an import path; returns the compiler's log if it
-    refuses and the host's id, and the compiled kernel."""
+    """Compile a kernel by the job function at an import path; return the compiler's log if it
+    refuses, with the host's id, and the compiled kernel."""
     module, _, name = function.partition(":")
     refused = getattr(import_module(module), name)(job, lambda value: None)
-    found = None if refused else compiled_before(job.kernel, job.arch)
+    compiled = None if refused else compiled_before(job.kernel, job.arch)
     node = ray.get_runtime_context().get_node_id()
-    return (refused, node), found.cubin if found is not None else b""
+    return (refused, node), compiled.cubin if compiled is not None else b""
 
 
 class RayCompiler:
@@ -191,7 +192,7 @@ class RayCompiler:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """A unit that an actor has: the words that come back, and whether it has begun."""
+    """A unit that was sent to an actor: the stream of its replies, and whether it has begun."""
 
     unit: Unit
     words: Any
@@ -202,10 +203,10 @@ class RayGpu:
     """A GPU of the cluster, as `confpred.sampler.jobs.Gpu` describes.
 
     Attributes:
-        name: its host and number, once they are known.
-        run: what its rows share; another one when Ray has restarted the actor elsewhere.
-        units: sent and not ended.
-        site: where its actor is; None while that starts.
+        name: host and number of the GPU, once the actor has started.
+        run: the columns that its rows share; another run after Ray restarts the actor elsewhere.
+        units: units that were sent and have not ended.
+        site: place of its actor; None while the actor starts.
     """
 
     def __init__(self, fleet: Fleet, number: int) -> None:
@@ -217,21 +218,21 @@ class RayGpu:
         self._sent: deque[_Sent] = deque()
         self._heard = 0.0
         self._why = ""
-        self._losses = 0  # in a row, without a unit that ended
+        self._losses = 0  # lost workers in a row, without a unit that ended
         self._actor = fleet.start_actor()
         self._ask()
 
     def has_room(self) -> bool:
-        """Whether the actor has started and takes a further unit."""
+        """Return whether the actor has started and takes a further unit."""
         return self.site is not None and len(self._sent) < WINDOW
 
-    def send(self, unit: Unit, known: Known) -> None:
+    def send(self, unit: Unit, refusals: Refusals) -> None:
         """Queue a unit at the actor."""
         if self.site is None:
             raise LaunchError(f"{self.name} has not started")
         cubins = self._fleet.cubins_of(unit, self.site.node)
         words = self._actor.measure.options(num_returns="streaming").remote(
-            unit, known, cubins, self._fleet.arch
+            unit, refusals, cubins, self._fleet.arch
         )
         if not self._sent:
             self._heard = time.monotonic()
@@ -293,7 +294,7 @@ class RayGpu:
         return lost
 
     def _ask(self) -> None:
-        """Ask the actor, which starts or is started again, where it is."""
+        """Ask the actor, which is starting, for its place."""
         self.site, self._since = None, time.monotonic()
         self._asked = self._actor.site.remote()
 
@@ -320,12 +321,12 @@ class Fleet:
     """The engine of a Ray cluster, as `confpred.sampler.run.Engine` describes; a context manager.
 
     Args:
-        settings: of the run.
-        address: of the cluster, such as ``auto``; None for ``$RAY_ADDRESS``, or else for a Ray of
-            this machine alone that ends with the run.
-        kind: key of the device to sample; None where all GPUs are of one kind.
+        settings: settings of the run.
+        address: address of the cluster, such as ``auto``; None for ``$RAY_ADDRESS``, or else for a
+            Ray of this machine alone that ends with the run.
+        kind: key of the device to sample; None if all GPUs are of one kind.
         describe: import path of the function that describes an actor's GPU.
-        start_s, settle_s: as ``START_S`` and ``SETTLE_S``.
+        start_s, settle_s: see ``START_S`` and ``SETTLE_S``.
 
     Raises:
         LaunchError: there is no GPU that can be used.
@@ -335,7 +336,7 @@ class Fleet:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Sampling,
         address: str | None = None,
         *,
         kind: str | None = None,
@@ -347,7 +348,7 @@ class Fleet:
         self.run_id = secrets.token_hex(4)
         self.gpus: list[RayGpu] = []
         self.set_aside: list[str] = []
-        self.ready: set[int] = set()  # ids of what has something to say
+        self.ready: set[int] = set()  # ids of connections with something to read
         self.silence_s, self.start_s = settings.silence_s, start_s
         self._settle_s = settle_s
         self._own = (describe, settings.measure, settings.silence_s, settings.seed)
@@ -384,10 +385,10 @@ class Fleet:
         return f"{self.run_id}-{self._runs - 1}"
 
     def check(self, site: Site) -> None:
-        """Check that rows measured there belong with those of the others.
+        """Check that rows measured at a site may join the others.
 
         Raises:
-            LaunchError: another version of confpred is there, or a GPU of another kind.
+            LaunchError: the site has another version of confpred, or a GPU of another kind.
         """
         if site.run.project != self._project:
             raise LaunchError(
@@ -398,24 +399,24 @@ class Fleet:
             kinds = f"{site.run.device}, and this run is of {self.device}"
             raise LaunchError(f"{site.name} is of kind {kinds}: set aside")
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return as many compilers as the cluster has cores beside those of the actors."""
         spare = int(ray.cluster_resources().get("CPU", 0)) - len(self.gpus)
         count = min(settings.processes, spare)
         return [RayCompiler(self, settings.compile) for _ in range(count)]
 
     def wait(self, connections: list[Any], seconds: float) -> None:
-        """Wait for an actor or a compilation to say something, or for so many seconds."""
+        """Wait until an actor or a compilation has something to read, or for so many seconds."""
         if not connections:
             time.sleep(seconds)
             self.ready = set()
             return
         ray.wait(connections, timeout=seconds, fetch_local=False)
-        found, _ = ray.wait(connections, num_returns=len(connections), timeout=0, fetch_local=False)
-        self.ready = {id(each) for each in found}
+        ready, _ = ray.wait(connections, num_returns=len(connections), timeout=0, fetch_local=False)
+        self.ready = {id(ref) for ref in ready}
 
     def keep(self, kernel: KernelSpec, node: str, cubin: Any) -> None:
-        """Keep a compiled kernel for GPUs of other hosts than the one that compiled it."""
+        """Keep a compiled kernel for the GPUs of other hosts."""
         self._cubins[kernel] = (node, cubin)
         self._compiled_on.add(node)
         if len(self._cubins) > _MOST_KEPT:
@@ -425,11 +426,11 @@ class Fleet:
         """Return the unit's kernels that other hosts than `node` have compiled."""
         if self._compiled_on <= {node}:
             return []
-        known = ((kernel, self._cubins.get(kernel)) for kernel in unit.kernels())
-        return [(kernel, kept[1]) for kernel, kept in known if kept and kept[0] != node]
+        cubins = ((kernel, self._cubins.get(kernel)) for kernel in unit.kernels())
+        return [(kernel, kept[1]) for kernel, kept in cubins if kept and kept[0] != node]
 
     def _settle(self) -> None:
-        """Start an actor a GPU, and learn of which kind they are."""
+        """Start an actor a GPU, and find out the GPUs' kind."""
         count = int(ray.cluster_resources().get("GPU", 0))
         if not count:
             raise LaunchError("measuring needs an NVIDIA GPU, and the Ray cluster has none")
@@ -438,20 +439,20 @@ class Fleet:
         while starting := [gpu for gpu in self.gpus if gpu.site is None]:
             if first is not None and time.monotonic() - first > self._settle_s:
                 break
-            self.wait([each for gpu in starting for each in gpu.connections()], 0.1)
+            self.wait([connection for gpu in starting for connection in gpu.connections()], 0.1)
             self._refuse(starting)
             if first is None and any(gpu.site is not None for gpu in self.gpus):
                 first = time.monotonic()
         kinds = Counter(gpu.run.device for gpu in self.gpus if gpu.site is not None)
         if not self.device:
             if len(kinds) != 1:
-                found = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-                raise InvalidInput("device", found, "GPUs of one kind: name it with --device")
+                counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+                raise InvalidInput("device", counts, "GPUs of one kind: name it with --device")
             (self.device,) = kinds
         self.arch = get_device(self.device).arch
 
     def _refuse(self, starting: Sequence[RayGpu]) -> None:
-        """Take in which actors have started; those that cannot be used are set aside."""
+        """Take in the actors that have started; those that cannot be used are set aside."""
         for gpu in starting:
             try:
                 gpu.poll()
@@ -484,8 +485,8 @@ def _connect(address: str | None) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the cause of an error of Ray's in a line."""
+    """Return the cause of one of Ray's errors in one line."""
     cause = getattr(error, "cause", None) or error
     text = (str(cause).strip() or type(cause).__name__).splitlines()[-1 if cause is error else 0]
-    known = isinstance(cause, (ConfpredError, RayError))
-    return text if known else f"{type(cause).__name__}: {text}"
+    is_readable = isinstance(cause, (ConfpredError, RayError))
+    return text if is_readable else f"{type(cause).__name__}: {text}"

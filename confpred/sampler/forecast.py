@@ -1,7 +1,8 @@
-"""A run's tasks, and the kernels that it needs beforehand: no GPU is touched here.
+"""Forecast of a run: its tasks, and the kernels that it needs; no GPU is touched here.
 
-Compiling takes longer than measuring. So the kernels of a plan can be compiled elsewhere, by an
-NVRTC of the same version as on the machine with the GPU, and travel as one archive of the cache.
+Compiling takes longer than measuring. So the kernels of a plan can be compiled on another machine,
+by an NVRTC of the same version as on the machine with the GPU, and be copied as one archive of the
+cache.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import BENCHMARK, HEURISTICS, Task, Unit
 
-#: Seconds a row beside the GPU's own, for loading, checking and building graphs: of the rates of
-#: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200) what
-#: replays do not explain, less the start of the processes.
+#: Seconds a row beside its replays, for loading, checking and building graphs: from the rates in
+#: ``benchmarks/results/*/sampling_rate.json`` (277 rows a second on an H100, 307 on an H200),
+#: without the replays and the start of the processes.
 ROW_S = 1.4e-3
-#: Seconds of PyTorch's own operator on a problem by the mode of cuDNN, most of them to choose an
-#: algorithm: the means of 843 problems on an H200 (``datasets/README.md``).
+#: Seconds of PyTorch's operator on a problem by the mode of cuDNN, mostly to choose an algorithm:
+#: means of 843 problems on an H200 (``datasets/README.md``).
 PYTORCH_S = {BENCHMARK: 0.35, HEURISTICS: 0.11}
 #: Seconds of one core for a kernel: 0.5 to 1.7, by the family.
 COMPILE_S = 1.0
@@ -44,10 +45,10 @@ class Forecast:
     """Rows, kernels and seconds of a plan.
 
     Attributes:
-        problems: that have something left to measure.
-        rows: planned, by provider.
-        kernels: distinct ones that the rows need.
-        compiled: those of them that lie in the cache.
+        problems: problems with configs to measure.
+        rows: planned rows, by provider.
+        kernels: distinct kernels of the rows.
+        compiled: those of them that are in the cache.
         measuring_s: seconds of one GPU, with every kernel compiled; the start of the processes
             apart.
     """
@@ -71,7 +72,7 @@ def kernels_of(tasks: Sequence[Task]) -> list[KernelSpec]:
 
 def measuring_s(task: Task, device: Device) -> float:
     """Return the seconds of one GPU for `task`: its replays, by the family's own estimate of each
-    config, and ``ROW_S`` a config. The sum over the committed measurements is right to 7 %."""
+    config, and ``ROW_S`` a config. The sum over the committed measurements is within 7 %."""
     if task.provider == PYTORCH:
         return PYTORCH_S[task.cudnn_mode]
     family = all_families()[task.provider]
@@ -85,7 +86,7 @@ def forecast(tasks: Sequence[Task], kernels: Sequence[KernelSpec], device: Devic
     """Return the rows and seconds of `tasks`, which need `kernels`, on `device`.
 
     Raises:
-        MissingExtra: the compiler is not installed, whose version the cache tells apart.
+        MissingExtra: the compiler, whose version is part of the cache's keys, is not installed.
     """
     rows: Counter[str] = Counter()
     for task in tasks:
@@ -102,11 +103,11 @@ def compile_into_cache(
     threads: int | None = None,
     show: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Compile those of `kernels` that the cache lacks, by so many `threads` (by default, one a
+    """Compile those of `kernels` that the cache lacks, by `threads` threads (default: one a
     processor); `show` is called now and then with how many are done.
 
     Returns:
-        Why NVRTC refused a kernel, for each that it refused.
+        NVRTC's reason for each kernel that it refused.
 
     Raises:
         MissingExtra: the compiler is not installed.
@@ -123,22 +124,22 @@ def compile_into_cache(
 
 
 def write_archive(kernels: Sequence[KernelSpec], arch: str, path: Path, *, replace: bool) -> int:
-    """Write the cached ones of `kernels` as a tar file compressed by xz, to be unpacked in the
-    folder of another machine's cache; returns how many they are.
+    """Write the cached ones of `kernels` as a tar file compressed by xz, to be unpacked in another
+    machine's cache; return how many there are.
 
     Raises:
         StorageError: the file system refused the write.
         MissingExtra: the compiler is not installed.
     """
-    # Kernels of one source lie together, as they compress best beside their like.
+    # Kernels of one source lie together, because similar files compress best.
     listed = sorted(kernels, key=lambda k: (k.file, k.entry, str(k.defines)))
     packed: list[KernelSpec] = []
 
     def write(file: BinaryIO) -> None:
         with tarfile.open(fileobj=file, mode="w:xz", preset=9) as tar:
             for kernel in listed:
-                if (found := compiled_before(kernel, arch)) is not None:
-                    content = sealed(found.cubin)
+                if (compiled := compiled_before(kernel, arch)) is not None:
+                    content = sealed(compiled.cubin)
                     member = tarfile.TarInfo(cache_entry(kernel, arch))
                     member.size, member.mode = len(content), 0o600
                     tar.addfile(member, io.BytesIO(content))

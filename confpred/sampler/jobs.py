@@ -19,7 +19,7 @@ from confpred.measure.kernels import measure
 from confpred.measure.timing import Outcome, Status
 from confpred.problem.operation import KernelSpec
 from confpred.sampler.tasks import HEURISTICS, Task, Unit
-from confpred.sampler.worker import Done, Failed, Worker
+from confpred.sampler.worker import Done, Failed, JobProcess
 from confpred.triton.triton_family import TritonFamily
 
 #: Import paths of the two job functions.
@@ -47,7 +47,7 @@ class MeasureJob:
 
 
 def compile_job(job: CompileJob, report: Callable[[int], None]) -> str | None:
-    """Compile one kernel; returns the compiler's log if it refuses, else None."""
+    """Compile one kernel; return the compiler's log if it refuses, else None."""
     if os.getpriority(os.PRIO_PROCESS, 0) < _NICE:  # a GPU worker that waits leaves its GPU idle
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     try:
@@ -58,7 +58,7 @@ def compile_job(job: CompileJob, report: Callable[[int], None]) -> str | None:
 
 
 def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
-    """Measure one task; reports the number of each config just before its first launch."""
+    """Measure one task; report the number of each config just before its first launch."""
     task = job.task
     where = {"ordinal": job.ordinal, "seed": job.seed}
     if task.provider == PYTORCH_OPERATOR.provider:
@@ -75,10 +75,11 @@ def measure_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]
     return measure(task.problem, family, task.config_ids, report=report, **where)
 
 
-# NVRTC scales with processes, not with threads. Compilation overlaps measurement: the times come
-# from device events around CUDA graphs, which a busy CPU does not disturb, and GPU time is scarce.
+# NVRTC scales with processes, not with threads. Compilation overlaps measurement, because GPU time
+# is scarce; the times are those of device events around CUDA graphs, which a busy CPU does not
+# change.
 
-#: Far above the seconds that the largest kernel takes.
+#: Most seconds of a compilation, far above those of the largest kernel.
 SILENCE_S = 180.0
 _ATTEMPTS = 2
 #: Units that wait with compiled kernels; more would only fill the cache.
@@ -86,10 +87,10 @@ _MOST_AHEAD = 256
 
 
 class Compiling(Protocol):
-    """A process that compiles one `CompileJob` at a time, as a `Worker` does.
+    """A process that compiles one `CompileJob` at a time, as a `JobProcess` does.
 
     Attributes:
-        job: in flight; None when it is free.
+        job: job in flight; None when the process is free.
     """
 
     job: Any
@@ -109,11 +110,11 @@ class Compiling(Protocol):
 
 class Compilers:
     """A few compiler processes and the units that wait for them. With none, no unit waits: the
-    process that measures compiles what the cache lacks.
+    measuring process compiles the kernels that the cache lacks.
 
     Args:
-        units: in the order in which they are measured.
-        arch: that their kernels are compiled for.
+        units: units in the order in which they are measured.
+        arch: architecture that their kernels are compiled for.
         workers: the processes.
 
     Attributes:
@@ -135,12 +136,12 @@ class Compilers:
                 self._missing[index] += 1
         self.total = len(self._waiting)
         self._ready = [index for index in range(len(units)) if not self._missing[index]]
-        self._ahead = 0  # units whose kernels were compiled, and that are not taken yet
+        self._ahead = 0  # units with compiled kernels that are not taken yet
         self._todo = deque(self._waiting)
         self._attempts: Counter[KernelSpec] = Counter()
 
     def step(self) -> None:
-        """Take in what is compiled and keep the processes busy; never waits.
+        """Take in the compiled kernels and keep the processes busy; never wait.
 
         Raises:
             ConfpredError: the compiler itself cannot be used.
@@ -158,7 +159,7 @@ class Compilers:
                 worker.start(CompileJob(self._todo.popleft(), self._arch))
 
     def next_ready(self) -> Unit | None:
-        """Take the first unit that has all kernels compiled or refused."""
+        """Take the first unit whose kernels are all compiled or refused."""
         if not self._ready:
             return None
         index = self._ready.pop(0)
@@ -167,10 +168,10 @@ class Compilers:
 
     def connections(self) -> list[Any]:
         """Return the connections to wait for until the next `step`."""
-        return [each for worker in self._workers for each in worker.waited_for()]
+        return [connection for worker in self._workers for connection in worker.waited_for()]
 
     def stop(self) -> None:
-        """Drop what is not compiled; a compilation in flight is lost."""
+        """Drop the kernels that are not compiled; a compilation in flight is lost."""
         self._todo.clear()
         for worker in self._workers:
             worker.stop(kill=True)
@@ -195,11 +196,11 @@ class Compilers:
                 bisect.insort(self._ready, index)
 
 
-#: A task that cost this many processes, or this many before any config was launched (too large for
-#: the GPU's memory, say), is given up; its other configs stay unmeasured.
+#: Processes that may die of a task, and those before any config was launched (if it is too large
+#: for the GPU's memory, say), before it is given up; its other configs stay unmeasured.
 MAX_FAILURES = 5
 MAX_UNEXPLAINED = 2
-#: So many tasks in a row without a single outcome mean that the GPU cannot be used.
+#: Tasks in a row without an outcome after which the GPU counts as unusable.
 MAX_GIVEN_UP = 3
 
 
@@ -208,11 +209,11 @@ class Finished:
     """The end of a task.
 
     Attributes:
-        task: as it was planned.
-        outcomes: of its configs, those that failed included.
-        given_up: how many configs have no outcome, as too many processes died of the task.
+        task: the planned task.
+        outcomes: outcomes of its configs, failures included.
+        given_up: how many configs have no outcome, because too many processes died of the task.
         message: the last failure; empty if there was none.
-        seconds: of measuring on the GPU.
+        seconds: seconds of measuring on the GPU.
     """
 
     task: Task
@@ -224,12 +225,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The end of a worker, by itself or by the watch, with units that have to be measured again.
+    """The end of a worker process, with its units, which have to be measured again.
 
     Attributes:
         begun: the unit that was being measured, if any.
-        units: all that the worker had.
-        status, message: of the rows of `begun`, should it be given up.
+        units: all units of the worker.
+        status, message: for the rows of `begun`, if it is given up.
     """
 
     begun: Unit | None
@@ -239,12 +240,12 @@ class Lost:
 
 
 class Gpu(Protocol):
-    """A GPU that is sent units.
+    """A GPU that measures units.
 
     Attributes:
-        name: for messages.
-        run: what the rows measured here share.
-        units: sent and not ended, in order.
+        name: name of the GPU in messages.
+        run: the columns that its rows share.
+        units: units that were sent and have not ended, in order.
     """
 
     units: list[Unit]
@@ -256,13 +257,13 @@ class Gpu(Protocol):
     def run(self) -> Run: ...
 
     def has_room(self) -> bool:
-        """Whether it takes a further unit now."""
+        """Return whether it takes a further unit now."""
 
-    def send(self, unit: Unit, known: Known) -> None:
-        """Measure `unit`, except the configs whose outcome is known already."""
+    def send(self, unit: Unit, refusals: Refusals) -> None:
+        """Measure `unit`, except the configs in `refusals`, whose outcomes are known."""
 
     def poll(self) -> list[Finished | Lost]:
-        """Return what has happened since the last call; never waits.
+        """Return the events since the last call; never wait.
 
         Raises:
             LaunchError: the GPU cannot be used; `units` are those that it had.
@@ -276,7 +277,7 @@ class Gpu(Protocol):
 
 
 #: The outcomes of a task's configs that are known before it is measured.
-Known = Mapping[Task, Sequence[Outcome]]
+Refusals = Mapping[Task, Sequence[Outcome]]
 
 
 class GpuWorker:
@@ -297,11 +298,11 @@ class GpuWorker:
 
     def __init__(self, run: Run, ordinal: int, function: str, silence_s: float, seed: int) -> None:
         self.run, self._ordinal, self._seed = run, ordinal, seed
-        self._usual, self._heuristic = (Worker(function, silence_s) for _ in range(2))
+        self._usual, self._heuristic = (JobProcess(function, silence_s) for _ in range(2))
         self._worker = self._usual
         self.units: list[Unit] = []
         self._tasks: deque[Task] = deque()  # of the unit, the one in flight first
-        self._known: Known = {}
+        self._refusals: Refusals = {}
         self._left: list[int] = []
         self._outcomes: list[Outcome] = []
         self._failures: list[Failed] = []
@@ -313,16 +314,16 @@ class GpuWorker:
         return f"CUDA device {self._ordinal}"
 
     def has_room(self) -> bool:
-        """Whether it is free."""
+        """Return whether it is free."""
         return not self.units
 
     def connections(self) -> list[Connection]:
         """Return the connections to wait for until the next `poll`."""
         return self._worker.waited_for()
 
-    def send(self, unit: Unit, known: Known) -> None:
+    def send(self, unit: Unit, refusals: Refusals) -> None:
         """Measure `unit` on this free GPU, except the configs whose outcome is known already."""
-        self.units, self._tasks, self._known = [unit], deque(unit.tasks), known
+        self.units, self._tasks, self._refusals = [unit], deque(unit.tasks), refusals
         self._begin()
 
     def poll(self) -> list[Finished | Lost]:
@@ -351,15 +352,15 @@ class GpuWorker:
     def _begin(self) -> None:
         task = self._tasks[0]
         self._worker = self._heuristic if task.cudnn_mode == HEURISTICS else self._usual
-        self._outcomes, self._failures = list(self._known.get(task, ())), []
+        self._outcomes, self._failures = list(self._refusals.get(task, ())), []
         done = {outcome.config_id for outcome in self._outcomes}
         self._left = [config_id for config_id in task.config_ids if config_id not in done]
         self._launch(task)
 
     def _launch(self, task: Task) -> None:
         if self._left:
-            rest = replace(task, config_ids=tuple(self._left))
-            self._worker.start(MeasureJob(rest, self._ordinal, self._seed))
+            remaining = replace(task, config_ids=tuple(self._left))
+            self._worker.start(MeasureJob(remaining, self._ordinal, self._seed))
 
     def _goes_on(self, task: Task, failed: Failed) -> bool:
         """Blame the config reported last, and measure the others again in a new process, if any is

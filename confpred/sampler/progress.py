@@ -1,4 +1,4 @@
-"""How far a run is: two bars in a terminal, a line now and then in a log."""
+"""Progress of a run: two bars in a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINE_SECONDS = 10.0
 
 @contextlib.contextmanager
 def show_progress(console: Console, budget_s: float | None) -> Iterator[Callable[[Tally], None]]:
-    """Yield a function that shows a run's tally; it may be called as often as one likes."""
+    """Yield a function that shows a run's tally; it may be called at any rate."""
     if not console.is_terminal:
         yield _log_lines(console, budget_s)
         return
@@ -66,11 +66,11 @@ def _failures(tally: Tally) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return a text such as ``1h02m03s`` or ``40s``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours}h{minutes:02}m{rest:02}s"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+        return f"{hours}h{minutes:02}m{seconds:02}s"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], None]:
@@ -91,7 +91,7 @@ def _log_lines(console: Console, budget_s: float | None) -> Callable[[Tally], No
 
 
 def summary(tally: Tally, folder: Folder, gpus: int) -> str:
-    """Return the text that ends a run."""
+    """Return the text at the end of a run."""
     done = f"{tally.rows} of {tally.total_rows} rows, {tally.tasks} of {tally.total_tasks} problems"
     lines = [f"{done} in {duration(tally.elapsed_s)}, {tally.kernels} kernels compiled"]
     if tally.measuring_s:
@@ -113,7 +113,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def count_interrupts() -> Iterator[Interrupts]:
-    """Count SIGINT and SIGTERM instead of being ended by them; for the main thread only."""
+    """Count SIGINT and SIGTERM instead of ending; for the main thread only."""
     interrupts = Interrupts()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The sampler's one loop: compilers and GPUs are kept busy, and what they answer is stored."""
+"""The sampler's one loop: it keeps compilers and GPUs busy, and stores their results."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from confpred.problem.record import Record
 from confpred.sampler import jobs
 from confpred.sampler.jobs import Compilers, Compiling, Finished, Gpu, GpuWorker, Lost
 from confpred.sampler.store import Store, open_store
-from confpred.sampler.tasks import Choosing, Measured, Task, Unit, plan, units_of
-from confpred.sampler.worker import Worker
+from confpred.sampler.tasks import Choosing, RowKey, Task, Unit, plan, units_of
+from confpred.sampler.worker import JobProcess
 
 _TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(Choosing):
-    """Settings of a run, beside what it measures; the seed is also of the order of timed rounds.
+class Sampling(Choosing):
+    """Settings of a run. The seed also orders the timed rounds.
 
     Attributes:
-        anchors: measured by every GPU before all else, wherever anything is left to measure.
-        processes: compilations at a time; 0 where the kernels are in the cache already.
-        budget_s: no problem is begun after this many seconds, and those that were begun are
-            measured to their end; None for no limit.
+        anchors: tasks that every GPU measures first, if any other task is left.
+        processes: compilations at a time; 0 if the kernels are in the cache already.
+        budget_s: seconds after which no problem is begun; those under way are finished. None for no
+            limit.
         silence_s: a worker that reports nothing for longer is killed.
         compile, measure: import paths of the job functions of the worker processes.
     """
@@ -59,32 +59,32 @@ class Settings(Choosing):
     measure: str = jobs.MEASURE
 
 
-#: A unit that so many workers died of has failed.
+#: Workers that may die of a unit before it counts as failed.
 MOST_KILLED = 2
-#: Anchors say which GPU is off when so many have measured them.
+#: GPUs that must measure the anchors to show which of them deviates.
 LEAST_ANCHORED = 3
-#: Part of the others' time by which anchors may differ. The geometric means of the 12 runs in
-#: ``datasets/anchors`` are within 1.1 % of their median.
+#: Largest deviation of a GPU's anchors from the others', as a share. The geometric means of the 12
+#: runs in ``datasets/anchors`` are within 1.1 % of their median.
 ANCHOR_NOISE = 0.03
-#: So long a GPU that has measured the anchors waits for others to measure them.
+#: Seconds that a GPU which has measured the anchors waits for others.
 ANCHORS_WAIT_S = 30.0
 
 
 @dataclass(slots=True)
 class Anchored:
-    """Anchors of one GPU: their times in ms, when it was done, and whether they were judged."""
+    """Anchors of one GPU: their times in ms, when they were done, and whether they were judged."""
 
     times: dict[Task, float] = field(default_factory=dict)
     since: float = 0.0
     judged: bool = False
 
 
-def anchors_off(times: Mapping[Task, float], known: Sequence[Mapping[Task, float]]) -> float:
-    """Return the geometric mean of `times` over the medians of all that are `known`, less 1;
-    infinity where an anchor failed that most others could time."""
-    timed = {task for each in known for task in each}
-    every = {task: [each[task] for each in known if task in each] for task in timed}
-    if any(2 * len(found) > len(known) for task, found in every.items() if task not in times):
+def anchors_off(times: Mapping[Task, float], all_times: Sequence[Mapping[Task, float]]) -> float:
+    """Return the geometric mean of `times` over the medians of `all_times`, less 1; infinity if an
+    anchor failed that most others could time."""
+    timed = {task for own in all_times for task in own}
+    every = {task: [own[task] for own in all_times if task in own] for task in timed}
+    if any(2 * len(values) > len(all_times) for task, values in every.items() if task not in times):
         return math.inf
     logs = [math.log(time_ms / median(every[task])) for task, time_ms in times.items()]
     return math.expm1(math.fsum(logs) / len(logs)) if logs else 0.0
@@ -100,11 +100,11 @@ class Tally:
         kernels, total_kernels: distinct kernels, compiled or refused.
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
-        gpus, lost: GPUs that may be sent units, and workers that ended with units.
-        set_aside: why a GPU is sent nothing more, by name.
+        gpus, lost: GPUs in use, and workers that ended with units.
+        set_aside: reasons why GPUs are not used any more, by name.
         current: the problem begun last.
-        measured_rows, measuring_s: rows of the tasks that went well, and the GPUs' seconds for
-            them; loading CUDA counts, waiting for the compiler does not.
+        measured_rows, measuring_s: rows of successful tasks, and the GPUs' seconds for them;
+            loading CUDA counts, waiting for the compiler does not.
         elapsed_s: seconds since the start.
     """
 
@@ -126,7 +126,7 @@ class Tally:
 
     @property
     def finished(self) -> bool:
-        """Whether all that was planned is done."""
+        """Whether every planned row is done."""
         return self.tasks == self.total_tasks
 
     def take(self, finished: Finished) -> None:
@@ -142,13 +142,13 @@ class Tally:
 
 
 class Engine(Protocol):
-    """Where a run's units are measured and its kernels are compiled.
+    """The GPUs and compilers of a run.
 
     Attributes:
         device: key of its GPUs' kind.
-        run_id: of the run; the GPUs' own ids begin with it.
-        gpus: those that may be sent units.
-        set_aside: why a GPU was refused before the run, by name.
+        run_id: id of the run; the GPUs' own ids begin with it.
+        gpus: GPUs that can be used.
+        set_aside: reasons why GPUs were refused before the run, by name.
     """
 
     device: str
@@ -160,25 +160,25 @@ class Engine(Protocol):
     @property
     def set_aside(self) -> Sequence[str]: ...
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return the processes that compile."""
 
     def wait(self, connections: list[Any], seconds: float) -> None:
-        """Wait until one of the connections has something to say, or for so many seconds."""
+        """Wait until one of the connections has something to read, or for so many seconds."""
 
 
 class Here:
     """The engine of this machine's GPUs: child processes, as `Engine` describes.
 
     Args:
-        runs: CUDA device -> what its rows share. All of them are GPUs of one kind.
-        settings: of the run.
+        runs: CUDA device -> the columns that its rows share. All are GPUs of one kind.
+        settings: settings of the run.
 
     Raises:
         InvalidInput: the GPUs are not of one kind.
     """
 
-    def __init__(self, runs: Mapping[int, Run], settings: Settings) -> None:
+    def __init__(self, runs: Mapping[int, Run], settings: Sampling) -> None:
         keys = {run.device for run in runs.values()}
         if len(keys) != 1:
             raise InvalidInput("gpus", sorted(keys), "GPUs of one kind in one run")
@@ -188,12 +188,12 @@ class Here:
         own = (settings.measure, settings.silence_s, settings.seed)
         self.gpus = [GpuWorker(run, ordinal, *own) for ordinal, run in runs.items()]
 
-    def compiling(self, settings: Settings) -> list[Compiling]:
+    def compiling(self, settings: Sampling) -> list[Compiling]:
         """Return the processes that compile; each starts at its first kernel."""
-        return [Worker(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
+        return [JobProcess(settings.compile, jobs.SILENCE_S) for _ in range(settings.processes)]
 
     def wait(self, connections: list[Any], seconds: float) -> None:
-        """Wait for a process to say something, or for so many seconds."""
+        """Wait until a process has something to read, or for so many seconds."""
         wait(connections, seconds)
 
 
@@ -201,25 +201,26 @@ def sample(
     suite: Suite,
     folder: Folder,
     engine: Engine,
-    settings: Settings,
+    settings: Sampling,
     *,
-    chosen: Callable[[Mapping[Measured, AbstractSet[str]]], list[Task]] | None = None,
+    chosen: Callable[[Mapping[RowKey, AbstractSet[str]]], list[Task]] | None = None,
     interrupts: Callable[[], int] = lambda: 0,
     show: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Measure what `folder` lacks of `suite`.
+    """Measure the configs of `suite` that `folder` lacks.
 
     Args:
-        suite, settings: the problems, and which of their candidates are measured, and how.
-        folder: of Parquet shards; made if missing. Rows that it holds are not measured again.
+        suite: the problems.
+        settings: which of their candidates are measured, and how.
+        folder: folder of Parquet shards; made if missing. Its rows are not measured again.
         engine: measures and compiles.
-        chosen: names the tasks in place of `plan`, given what `folder` holds.
+        chosen: returns the tasks in place of `plan`, for the measured configs of `folder`.
         interrupts: how often the user has asked to stop: once ends the run after the units in
             flight, twice at once.
         show: called about ten times a second.
 
     Returns:
-        The tally; all that it counts is on disk.
+        The tally; the rows that it counts are on disk.
 
     Raises:
         FolderBusy, StorageError, DataError: the folder cannot be used; see `open_store`.
@@ -266,7 +267,7 @@ class _Drive:
     """The units between compilers, GPUs and store.
 
     A GPU measures the anchors first, and begins the suite once they are compared with those of the
-    others. Units of a lost worker are sent out again before anything new.
+    others. Units of a lost worker are sent again before new ones.
     """
 
     def __init__(
@@ -280,21 +281,21 @@ class _Drive:
         self._compilers, self._store, self._tally = compilers, store, tally
         self._gpus = list(engine.gpus)
         self._anchors = anchors if anchors is not None and anchors.tasks else None
-        self._anchored: dict[str, Anchored] = {}  # by the run that measured them
+        self._anchored: dict[str, Anchored] = {}  # by the id of the run that measured them
         self._again: deque[Unit] = deque()
         self._killed: Counter[Unit] = Counter()
         tally.gpus = len(self._gpus)
 
     def busy(self) -> bool:
-        """Whether a GPU has units."""
+        """Return whether a GPU has units."""
         return any(gpu.units for gpu in self._gpus)
 
     def connections(self) -> list[Any]:
         """Return the connections to wait for until the next `collect`."""
-        return [each for gpu in self._gpus for each in gpu.connections()]
+        return [connection for gpu in self._gpus for connection in gpu.connections()]
 
     def collect(self) -> None:
-        """Store what the GPUs have finished, and take back what they have lost.
+        """Store the GPUs' finished tasks, and take back the units that they lost.
 
         Raises:
             LaunchError: no GPU is left.
@@ -349,8 +350,8 @@ class _Drive:
         self._store.add(rows, anchors=task.anchor)
 
     def _take_back(self, gpu: Gpu, lost: Lost) -> None:
-        """Have the units of a lost worker measured again, but the one that it had begun only once:
-        a unit that has killed twice has failed."""
+        """Have the units of a lost worker measured again. The one that it had begun is measured
+        again only once: a unit that has killed two workers has failed."""
         for unit in reversed([unit for unit in lost.units if not unit.anchors]):
             self._killed[unit] += unit == lost.begun
             if self._killed[unit] < MOST_KILLED:
@@ -358,17 +359,17 @@ class _Drive:
                 continue
             message = f"killed {MOST_KILLED} workers: {lost.message}"
             for task in unit.tasks:
-                known = _refused(task, self._compilers)
-                done = {outcome.config_id for outcome in known}
-                left = [each for each in task.config_ids if each not in done]
-                failed = [Outcome(each, lost.status, message=message) for each in left]
-                self._keep(gpu, Finished(task, (*known, *failed), 0, message, 0.0))
+                refused = _refused(task, self._compilers)
+                done = {outcome.config_id for outcome in refused}
+                left = [config_id for config_id in task.config_ids if config_id not in done]
+                failed = [Outcome(config_id, lost.status, message=message) for config_id in left]
+                self._keep(gpu, Finished(task, (*refused, *failed), 0, message, 0.0))
         self._tally.lost += 1
         if any(unit.anchors for unit in lost.units):
             del self._anchored[gpu.run.run_id]
 
     def _set_aside(self, gpu: Gpu, error: LaunchError) -> None:
-        """Send the GPU nothing more, and its units elsewhere."""
+        """Use the GPU no more, and send its units to others."""
         self._gpus.remove(gpu)
         gpu.stop(kill=True)
         if not self._gpus:
@@ -380,10 +381,10 @@ class _Drive:
         self._tally.set_aside.append(str(error))
 
     def _judge(self) -> None:
-        """Compare the anchors of each GPU that has measured them with the median of all; one that
+        """Compare the anchors of each GPU that has measured them with the median of all; a GPU that
         differs by more than the noise is set aside.
 
-        Two GPUs that differ do not say which of them is off, so it takes three, and a GPU waits
+        Two GPUs that differ do not show which of them deviates, so it takes three, and a GPU waits
         for others that are about to measure the anchors.
         """
         if self._anchors is None:
@@ -401,10 +402,10 @@ class _Drive:
         waited = now - min(anchored.since for anchored in waiting)
         if len(done) < min(LEAST_ANCHORED, len(self._gpus)) and waited < ANCHORS_WAIT_S:
             return
-        known = [anchored.times for _, anchored in done]
+        all_times = [anchored.times for _, anchored in done]
         for gpu, anchored in done:
             anchored.judged = True
-            off = anchors_off(anchored.times, known)
+            off = anchors_off(anchored.times, all_times)
             if len(done) >= LEAST_ANCHORED and abs(off) > ANCHOR_NOISE:
                 text = f"{gpu.name} takes {1 + off:.2f} of the others' time for the anchors"
                 self._set_aside(gpu, LaunchError(f"{text}: set aside"))
@@ -458,7 +459,7 @@ def project_version() -> str:
     """Return the version and the commit: ``$CONFPRED_COMMIT``, or that of this checkout."""
     if commit := os.environ.get("CONFPRED_COMMIT"):
         return f"{__version__}+{commit}"
-    # A package installed into some other project's checkout is not tracked there.
+    # A package installed in another project's checkout is not tracked there.
     tracked, commit = "ls-files --error-unmatch __init__.py", "rev-parse --short=10 HEAD"
     try:
         for words in (tracked, commit):

@@ -1,8 +1,8 @@
-"""The store: a folder of Parquet shards that one sampler at a time writes to, of this machine or of
-an object store.
+"""The store: a folder of Parquet shards, on this machine or in an object store, that one sampler at
+a time writes to.
 
 A shard is written whole or not at all, every few seconds, so a process killed at any moment loses
-only those.
+only the rows of these seconds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from confpred.errors import FolderBusy, StorageError
 from confpred.families.protocol import PYTORCH
 from confpred.files import raising
 from confpred.problem.operation import Operation
-from confpred.sampler.tasks import Measured
+from confpred.sampler.tasks import RowKey
 
 log = logging.getLogger(__name__)
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
-#: An object store may fail for so long before a run ends; its rows are kept meanwhile.
+#: Seconds that an object store may fail before a run ends; the rows are kept meanwhile.
 PATIENCE_S = 300.0
 _RETRY_S = 2.0  # between the last tries of a run
 
@@ -59,9 +59,9 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
         lock.release()
 
 
-def measured_in(folder: Folder, operation: Operation, device: str) -> dict[Measured, set[str]]:
+def measured_in(folder: Folder, operation: Operation, device: str) -> dict[RowKey, set[str]]:
     """Return the configs that have a row of this device in a folder of shards, whatever its status;
-    of PyTorch's operator the modes of cuDNN.
+    for PyTorch's operator the modes of cuDNN.
 
     Raises:
         DataError: a shard is damaged or foreign.
@@ -72,14 +72,14 @@ def measured_in(folder: Folder, operation: Operation, device: str) -> dict[Measu
     columns = [*keys, "config", "cudnn_mode", "device"]
     table = read_shards(folder, operation, columns)
     table = table.filter(pc.field("device") == device)
-    found: dict[Measured, set[str]] = {}
+    configs: dict[RowKey, set[str]] = {}
     wanted = [("config", "distinct"), ("cudnn_mode", "distinct")]
     for row in table.group_by(keys).aggregate(wanted).to_pylist():
         problem = problem_of_row(row, operation.problem)
-        key = Measured(problem, row["family"], row["source_digest"])
+        key = RowKey(problem, row["family"], row["source_digest"])
         which = "cudnn_mode" if row["family"] == PYTORCH else "config"
-        found[key] = set(row[f"{which}_distinct"])
-    return found
+        configs[key] = set(row[f"{which}_distinct"])
+    return configs
 
 
 class Store:
@@ -96,7 +96,7 @@ class Store:
         self._shards = 0
         self._flushed = time.monotonic()
 
-    def measured(self, device: str) -> dict[Measured, set[str]]:
+    def measured(self, device: str) -> dict[RowKey, set[str]]:
         return measured_in(self.folder, self._operation, device)
 
     def add(self, rows: Sequence[Measurement], *, anchors: bool = False) -> None:
@@ -104,8 +104,8 @@ class Store:
         (self._anchors if anchors else self._rows).extend(rows)
 
     def flush(self, *, only_if_due: bool = False) -> None:
-        """Write what was added as one shard; `only_if_due`, once there are many rows, or the last
-        flush is a while ago.
+        """Write the added rows as one shard; with `only_if_due`, only if there are many, or the
+        last flush is some time ago.
 
         Rows that an object store refuses are kept, and the next flush tries again.
 

@@ -1,4 +1,4 @@
-"""Tasks that are left: the candidates of a suite's problems, less those in the folder."""
+"""Tasks that are left: the candidates of a suite's problems that the folder lacks."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec
 from confpred.problem.record import Record
 
-#: How cuDNN chooses PyTorch's algorithm: several are timed, or its heuristics say.
+#: How cuDNN chooses PyTorch's algorithm: by timing several, or by its heuristics.
 BENCHMARK, HEURISTICS = "benchmark", "heuristics"
-#: The given rows of a family's table in the order in which they are worth measuring; None where
-#: nothing is known of the family.
+#: Orders some rows of a family's table, the most promising first; None without a model of the
+#: family.
 Pick = Callable[[Family, Record, Rows], Rows | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Candidates of one provider to be measured together on one problem, at once.
+    """Candidates of one provider to be measured together on one problem, without a break.
 
     Attributes:
         problem: the layer.
-        networks: that it comes from.
-        provider: of the candidates (`confpred.families.protocol.Candidate`).
-        source_digest: of a family's kernel as it is today; for a library's plan the library and its
+        networks: networks that have it.
+        provider: provider of the candidates (`confpred.families.protocol.Candidate`).
+        source_digest: digest of a family's present kernel; for a library's plan the library and its
             version; for PyTorch's operator the digest of the kernel that follows it
             (`confpred.cuda.epilogue`), or empty.
         config_ids: the provider's numbers of the configs.
-        cudnn_mode: of PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.
+        cudnn_mode: for PyTorch's operator, ``BENCHMARK`` or ``HEURISTICS``; else empty.
         anchor: whether it is measured in every run.
     """
 
@@ -66,9 +66,9 @@ class Task:
         return [family.launch(self.problem, row).kernels for row in self.config_ids]
 
     @property
-    def key(self) -> Measured:
-        """The facts that its rows in the folder share."""
-        return Measured(self.problem, self.provider, self.source_digest)
+    def key(self) -> RowKey:
+        """The columns that its rows in the folder share."""
+        return RowKey(self.problem, self.provider, self.source_digest)
 
 
 def task_of(
@@ -85,8 +85,8 @@ def pytorch_task(problem: Record, networks: tuple[str, ...], mode: str = BENCHMA
     return Task(problem, networks, provider, epilogue_source(problem), (config_id,), mode)
 
 
-def left_of(task: Task, measured: Mapping[Measured, AbstractSet[str]]) -> list[Task]:
-    """Return `task` without the configs that are `measured`, where any is left."""
+def left_of(task: Task, measured: Mapping[RowKey, AbstractSet[str]]) -> list[Task]:
+    """Return `task` without the `measured` configs, if any are left."""
     have = measured.get(task.key, frozenset())
     done = {config_ids(task.provider).get(words) for words in have}
     left = tuple(row for row in task.config_ids if row not in done)
@@ -124,8 +124,9 @@ def units_of(tasks: Iterable[Task]) -> list[Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Facts that rows in the folder share; a kernel that has changed since is measured again."""
+class RowKey:
+    """The columns that rows of one task share in the folder; a kernel that has changed since is
+    measured again."""
 
     problem: Record
     provider: str
@@ -137,12 +138,12 @@ class Choosing:
     """Which candidates of each problem are measured.
 
     Attributes:
-        seed: of the order of problems, and of the choice of configs.
-        configs: a random choice of this many configs a problem and family; None for all. It
-            depends on the seed and the problem alone, so that a resumed run chooses the same.
-        picked, pick: as many configs more, the first of the others in the order of `pick`; random
-            ones where there is none, or it knows nothing of the family.
-        families: those to measure; every family of kernels if empty.
+        seed: seed of the order of problems, and of the choice of configs.
+        configs: how many random configs a problem and family; None for all. They depend on the seed
+            and the problem alone, so that a resumed run chooses the same.
+        picked, pick: how many further configs, the first ones in the order of `pick`; random ones
+            if there is none, or it has no order for the family.
+        families: families to measure; every family of kernels if empty.
         pytorch: whether to time PyTorch's own operator too, in each of `cudnn_modes`.
         cudnn_modes: ``BENCHMARK``, ``HEURISTICS`` or both.
         part: (i, n) for the problems of the i-th of n parts, counted from 1.
@@ -162,15 +163,16 @@ def plan(
     suite: Suite,
     device: Device,
     choosing: Choosing,
-    measured: Mapping[Measured, AbstractSet[str]],
+    measured: Mapping[RowKey, AbstractSet[str]],
 ) -> list[Task]:
-    """Return the tasks left, problems in random order so that a run cut short leaves a fair sample.
+    """Return the tasks left. Problems are in random order, so that a run cut short leaves a fair
+    sample.
 
     Args:
         suite: the problems; one that occurs twice counts once, with the networks of both.
-        device: decides which configs are legal.
-        choosing: which of these are measured.
-        measured: the `config_words` that need no measurement; of PyTorch's operator the modes.
+        device: device that the configs must be legal on.
+        choosing: which of the legal configs are measured.
+        measured: the `config_words` that need no measurement; for PyTorch's operator the modes.
     """
     tasks, networks = [], suite.networks
     mine = part_of(networks, *choosing.part)
@@ -217,8 +219,8 @@ def _choose(family: Family, problem: Record, device: Device, choosing: Choosing)
     return [int(row) for row in rows]
 
 
-# *Anchors* are a few configs that every run measures again on every GPU, to show by how much times
-# differ between GPUs and days. Their rows are in shards of their own, and no model learns from
+# *Anchors* are a few configs that every run measures again on every GPU, to show how much times
+# differ between GPUs and days. Their rows are in shards of their own, and no model is trained on
 # them. The file is one object::
 #
 #     {"format": "confpred-anchors/1", "anchors": [
@@ -233,15 +235,15 @@ def read_anchors(path: Path, device: Device) -> tuple[Task, ...]:
     """Return the anchors in the file at `path`, a task each.
 
     Raises:
-        DataError: the file cannot be read, is not one of anchors, or holds none or too many.
-        InvalidInput: it names a family or a config that this version does not have, or a config
-            that is not legal on `device`.
+        DataError: the file cannot be read, is no file of anchors, or has none or too many.
+        InvalidInput: the file names a family or a config that this version does not have, or a
+            config that is not legal on `device`.
         InvalidProblem: a problem's field is not allowed.
     """
     anchors = read_json(path, "a file of anchors", FORMAT).get("anchors")
     if not isinstance(anchors, list) or not 1 <= len(anchors) <= MAX_ANCHORS:
         raise DataError(f'{path}: "anchors" must be a list of 1 to {MAX_ANCHORS} anchors')
-    return tuple(_task(f"{path}: anchors[{i}]", each, device) for i, each in enumerate(anchors))
+    return tuple(_task(f"{path}: anchors[{i}]", fields, device) for i, fields in enumerate(anchors))
 
 
 def _task(where: str, fields: object, device: Device) -> Task:

@@ -1,7 +1,7 @@
 """A process that runs jobs and can be killed.
 
-A sticky CUDA error, a crash or a hang of one job costs the process, not the run: the supervisor
-learns how it ended and what it had last reported, and starts another.
+A sticky CUDA error, a crash or a hang of one job costs the process, not the run: the sampler reads
+how it ended and its last report, and starts another.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from confpred.concurrency import end_with, stops_held
 
-#: A worker's function, of a job and of a function to call with each sign of life. It is named by
-#: its import path, ``"package.module:function"``, so that a spawned process can find it.
+#: Function of a job, and of a function to call with each report. It is named by its import path,
+#: ``"package.module:function"``, so that a spawned process can import it.
 JobFunction = Callable[[Any, Callable[[int], None]], Any]
 
 _STOP_SECONDS = 5.0
@@ -41,7 +41,8 @@ class Failed:
     Attributes:
         how: ``error`` (the job raised), ``died`` (the process ended) or ``silent`` (it was killed
             because it reported nothing for too long).
-        message, reported: for the user; what the job reported last, or None.
+        message: message for the user.
+        reported: the job's last report, or None.
     """
 
     how: Literal["error", "died", "silent"]
@@ -49,16 +50,16 @@ class Failed:
     reported: int | None
 
 
-class Worker:
+class JobProcess:
     """One spawned process, started at its first job and again after each failure.
 
     Args:
         function: the import path of a `JobFunction`.
-        silence_s: a job that reports nothing for longer is taken to hang; the start of the process
-            counts, and is where CUDA and PyTorch are loaded.
+        silence_s: seconds without a report after which a job counts as hanging; they include the
+            start of the process, which loads CUDA and PyTorch.
 
     Attributes:
-        job: in flight; None when the worker is free.
+        job: job in flight; None when the process is free.
     """
 
     def __init__(self, function: str, silence_s: float) -> None:
@@ -75,7 +76,7 @@ class Worker:
         return [] if self.job is None or self.connection is None else [self.connection]
 
     def start(self, job: Any) -> None:
-        """Give a free worker a job (picklable, and not None)."""
+        """Give a free process a job (picklable, and not None)."""
         if self.connection is None:
             self.connection = self._spawn()
         self.job, self._reported = job, None
@@ -84,7 +85,7 @@ class Worker:
             self.connection.send(job)
 
     def poll(self) -> Done | Failed | None:
-        """Return how the job in flight has ended, None while it goes on; never waits."""
+        """Return how the job in flight has ended, or None while it runs; never wait."""
         if self.job is None or self.connection is None:
             return None
         try:
@@ -105,7 +106,7 @@ class Worker:
         return None
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the process: an idle one by asking it; a busy one, or any one if `kill`, at once."""
+        """End the process: an idle one by a message; a busy one, or any with `kill`, at once."""
         process, connection = self._process, self.connection
         self._process = self.connection = None
         if process is None or connection is None:

@@ -16,4 +16,4 @@ Said = Callable[[str, int, int], None]
 
 
 def unsaid(step: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Report nothing."""

@@ -1,6 +1,5 @@
-"""Parts of a model beside the order and the time of configs: which families can win, how
-PyTorch's operator compares with them, and a bound on an answer's regret.
-"""
+"""Parts of a model beside the order and the time of configs: which families can win, how PyTorch's
+operator compares with them, and a bound on an answer's regret."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ from confpred.problem.record import Record
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.fit import REGRESSOR, Hyperparameters, text_of
 
-MIN_PROBLEMS = 30  # fewer say nothing about where PyTorch's own operator wins
-#: Logarithms of ratios end here, at 2.7 times as fast or slow: which is the faster is the question,
-#: and it is not answered better by learning that cuDNN now and then takes 30 times as long.
+MIN_PROBLEMS = 30  # fewer do not show where PyTorch's operator wins
+#: Logarithms of ratios are clipped here, at 2.7 times as fast or slow: they decide which is faster,
+#: and outliers of 30 times, which cuDNN has now and then, do not help there.
 CAP = 1.0
-#: Weight of a loss against PyTorch's operator over a gain that was missed where the operator was
-#: preferred (decision 169).
+#: Weight of a slowdown over PyTorch's operator, relative to a speedup that is missed because the
+#: operator is preferred (decision 169).
 CAUTION = 3.0
 #: One row a problem is little data, so each tree sees another half of the rows.
 _GROW = {
@@ -50,7 +49,7 @@ MISS = 0.05  # share of answers that may have a larger regret than their bound
 _PARTS = 5
 _LEAST_IN_LEAF = 30
 #: The median separates good answers from bad ones better than a high quantile, which has too few
-#: examples on its far side (decision 170); the offsets make it a bound.
+#: examples above it (decision 170); the offsets make it a bound.
 _GROW_BOUND = {
     "objective": "regression_l1",
     "n_estimators": 80,
@@ -60,21 +59,21 @@ _GROW_BOUND = {
     "subsample": 0.7,
     "subsample_freq": 1,
 }
-_FEWEST = 40  # answers of a provider that is calibrated alone
+_FEWEST = 40  # answers that a provider needs to be calibrated alone
 #: Milliseconds by device and problem.
 Times = Mapping[tuple[Device, Record], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An answer for a problem, of models that saw none of its layer."""
+    """An answer for a problem, by models that were trained without its layer."""
 
     problem: Record
-    networks: tuple[str, ...]  # that have it, sorted
+    networks: tuple[str, ...]  # networks that have the problem, sorted
     options: Options  # all candidates in the order of the answer, with their expected seconds
-    ours_ms: float  # time of the first of those confpred candidates that were measured
+    ours_ms: float  # time of the first measured confpred config in that order
     our_best_ms: float  # time of the fastest measured config of all families
-    pytorch_ms: float | None  # measured time of PyTorch's operator, where it is a candidate
+    pytorch_ms: float | None  # measured time of PyTorch's operator, if it is a candidate
 
     @property
     def chosen(self) -> Candidate:
@@ -83,7 +82,7 @@ class Answer:
 
     @property
     def best_ms(self) -> float:
-        """Time of the fastest of all that was measured."""
+        """Time of the fastest measured candidate."""
         return min(self.our_best_ms, self.pytorch_ms or inf)
 
     @property
@@ -99,17 +98,17 @@ def fit_pytorch(
     ours_ms: Times, pytorch_ms: Times, operation: Operation, device: Device,
     hyper: Hyperparameters, seed: int,
 ) -> str | None:  # fmt: skip
-    """Fit the logarithm of (PyTorch's time / that of our best config), on all devices that were
-    measured.
+    """Fit the logarithm of (PyTorch's time / time of confpred's best config), on all devices that
+    were measured.
 
     Args:
-        ours_ms: of our best config (`confpred.training.cross_validate.best_ms`).
-        pytorch_ms: of PyTorch's own operator, in cuDNN's benchmark mode. Problems that one of both
-            lacks are left out.
-        operation: what is computed.
+        ours_ms: times of the best configs (`confpred.training.cross_validate.best_ms`).
+        pytorch_ms: times of PyTorch's operator, in cuDNN's benchmark mode. Problems that are not in
+            both are left out.
+        operation: the operation of the problems.
         device: the device to compare on.
         hyper: how the trees grow.
-        seed: of the trees.
+        seed: seed of the trees.
 
     Returns:
         The regressor in LightGBM's text form; None if fewer than ``MIN_PROBLEMS`` were measured on
@@ -133,28 +132,28 @@ def fit_pytorch(
 def margins(
     kinds: Sequence[str], expected: NDArray[np.float64], actual: NDArray[np.float64]
 ) -> dict[str, float]:
-    """Return how large a prediction must be for a confpred kernel to be chosen, by the kind of the
-    problem: what would have cost least on problems of the kind, or on all where it has fewer than
-    ``MIN_PROBLEMS``.
+    """Return the least prediction for which a config is preferred to PyTorch's operator, by kind of
+    problem: the one that would have lost least on problems of the kind, or on all problems if the
+    kind has fewer than ``MIN_PROBLEMS``.
 
     Args:
-        kinds: of problems that the predictions were not learned from.
-        expected: predicted logarithms of PyTorch's time over confpred's.
-        actual: the same as measured, confpred's being the chosen config's: that it is not the
-            fastest is among the reasons why a prediction is too large.
+        kinds: kinds of the problems, which the predictions were not learned from.
+        expected: predicted logarithms of PyTorch's time over that of the best config.
+        actual: measured logarithms of PyTorch's time over that of the chosen config, because a
+            choice that is not the fastest is one reason for a prediction that is too large.
     """
-    found = {}
+    by_kind = {}
     for kind in sorted(set(kinds)):
         of_kind = np.array(kinds) == kind
         if of_kind.sum() < MIN_PROBLEMS:
             of_kind[:] = True
-        found[kind] = _cheapest(expected[of_kind], actual[of_kind])
-    return found
+        by_kind[kind] = _cheapest(expected[of_kind], actual[of_kind])
+    return by_kind
 
 
 def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """Return the margin, from 0 to ``CAP``, that loses least if a confpred kernel is chosen where
-    `expected` is larger; ``CAP`` where there are too few problems to tell."""
+    """Return the margin, from 0 to ``CAP``, that loses least if a config is preferred where
+    `expected` is above it; ``CAP`` if there are too few problems to tell."""
     if len(expected) < MIN_PROBLEMS:
         return CAP
     order = np.argsort(expected, kind="stable")
@@ -162,8 +161,8 @@ def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> flo
     given_away = np.concatenate([[0.0], np.cumsum(ahead.clip(min=0))])
     lost = np.concatenate([np.cumsum((-ahead).clip(min=0)[::-1])[::-1], [0.0]])
     steps = np.concatenate([[0.0], rising[(rising > 0) & (rising < CAP)], [CAP]])
-    tried = (steps[:-1] + steps[1:]) / 2  # any between two problems will do
-    first = np.searchsorted(rising, tried)  # of those on which a confpred kernel would be chosen
+    tried = (steps[:-1] + steps[1:]) / 2  # all margins between two problems give the same choices
+    first = np.searchsorted(rising, tried)  # of those on which a config would be chosen
     return float(tried[np.argmin(given_away[first] + CAUTION * lost[first])])
 
 
@@ -173,7 +172,7 @@ class FittedGate:
 
     families: tuple[str, ...]
     lag: str
-    problems: tuple[Record, ...]  # what it was fitted to
+    problems: tuple[Record, ...]  # problems that it was fitted to
 
 
 def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> FittedGate | None:
@@ -188,30 +187,30 @@ def fit_gate(timings: Sequence[Timings], operation: Operation, seed: int) -> Fit
         of_problem = best.setdefault(t.device, {}).setdefault(t.problem, {})
         of_problem[t.family] = float(t.time_ms.min())
     compared = {
-        device: {problem: times for problem, times in found.items() if len(times) > 1}
-        for device, found in best.items()
+        device: {problem: times for problem, times in own.items() if len(times) > 1}
+        for device, own in best.items()
     }
-    measured = [times for found in compared.values() for times in found.values()]
+    measured = [times for own in compared.values() for times in own.values()]
     if len(measured) < MIN_PROBLEMS:
         return None
     families = tuple(sorted({name for times in measured for name in times}))
     features = np.concatenate(
         [
-            gate_features(operation, list(found), device, families, list(map(list, found.values())))
-            for device, found in compared.items()
-            if found
+            gate_features(operation, list(own), device, families, list(map(list, own.values())))
+            for device, own in compared.items()
+            if own
         ]
     )
     lag = [np.log(ms / min(times.values())) for times in measured for ms in times.values()]
-    problems = sorted({problem for found in compared.values() for problem in found}, key=str)
+    problems = sorted({problem for own in compared.values() for problem in own}, key=str)
     names = [*operation.feature_names, FAMILY]
     model = clone(REGRESSOR).set_params(**_GROW_GATE, random_state=seed)
     model.fit(features, np.clip(lag, 0.0, CAP), feature_name=names)
     return FittedGate(families, text_of(model), tuple(problems))
 
 
-def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[str, BoundsCard]:
-    """Learn from the answers `found` for networks held out.
+def fit_bounds(answers: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[str, BoundsCard]:
+    """Fit the bound on regret to answers for held-out networks.
 
     Returns:
         The regressor of a `confpred.model.bounds.Bounds` in LightGBM's text form, and its card.
@@ -221,21 +220,21 @@ def fit_bounds(found: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[st
     Raises:
         DataError: there are fewer than two answers.
     """
-    if len(found) < 2:
-        raise DataError(f"a bound on regret needs at least 2 problems; found {len(found)}")
+    if len(answers) < 2:
+        raise DataError(f"a bound on regret needs at least 2 problems; found {len(answers)}")
     operation, device = dataset.operation, dataset.device
-    regret = np.log([answer.regret for answer in found])
-    provider = np.array([answer.chosen.provider for answer in found])
-    features = pytorch_features(operation, [answer.problem for answer in found], device)
-    matrix = signals(features, [answer.options for answer in found])
+    regret = np.log([answer.regret for answer in answers])
+    provider = np.array([answer.chosen.provider for answer in answers])
+    features = pytorch_features(operation, [answer.problem for answer in answers], device)
+    matrix = signals(features, [answer.options for answer in answers])
     grown = clone(REGRESSOR).set_params(
         **_GROW_BOUND,
-        min_child_samples=min(_LEAST_IN_LEAF, max(1, len(found) // 20)),
+        min_child_samples=min(_LEAST_IN_LEAF, max(1, len(answers) // 20)),
         random_state=seed,
     )
-    parts = _parts(found)
+    parts = _parts(answers)
     excess = regret - cross_val_predict(grown, matrix, regret, cv=parts)
-    bound = np.empty(len(found))
+    bound = np.empty(len(answers))
     for train, test in parts:
         offsets = _offsets(excess[train], provider[train], provider)
         added = np.array([offsets[name] for name in provider[test]])
@@ -258,40 +257,41 @@ def _offsets(
     excess: NDArray[np.float64], provider: NDArray[np.str_],
     wanted: Sequence[str] | NDArray[np.str_],
 ) -> dict[str, float]:  # fmt: skip
-    """Return what at most a share ``MISS`` of answers exceeds, for each of the `wanted`
-    providers."""
-    found = {}
+    """Return for each of the `wanted` providers the value that at most a share ``MISS`` of its
+    answers exceeds."""
+    offsets = {}
     for name in wanted:
         own = excess[provider == name]
         some = own if len(own) >= _FEWEST else excess
         level = min(1.0, (1 - MISS) * (1 + 1 / len(some)))
-        found[str(name)] = float(np.quantile(some, level, method="higher"))
-    return found
+        offsets[str(name)] = float(np.quantile(some, level, method="higher"))
+    return offsets
 
 
-def _parts(found: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Return which answers to learn from, and which to predict then: all of a network and of a
-    layer are in one part. Where almost all are, they are predicted by what has seen them."""
+def _parts(answers: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Return the positions of the answers to train on and of those to predict, for each part. All
+    answers of a network, and of a layer, are in one part. If nearly all answers are of one network,
+    every answer is predicted by a model that was trained on it."""
     first: dict[str, str] = {}
-    owner = [first.setdefault(str(a.problem.layer()), a.networks[0]) for a in found]
+    owner = [first.setdefault(str(a.problem.layer()), a.networks[0]) for a in answers]
     sizes = Counter(owner)
-    if len(found) - max(sizes.values()) < 2:  # LightGBM learns from two at least
-        return [(np.arange(len(found)), np.arange(len(found)))]
-    return list(GroupKFold(min(_PARTS, len(sizes))).split(found, groups=owner))
+    if len(answers) - max(sizes.values()) < 2:  # LightGBM learns from two at least
+        return [(np.arange(len(answers)), np.arange(len(answers)))]
+    return list(GroupKFold(min(_PARTS, len(sizes))).split(answers, groups=owner))
 
 
 def _ranges(dataset: Dataset) -> dict[str, dict[str, list[float]]]:
-    """Return the least and the largest values of the features of each provider's problems."""
+    """Return the smallest and the largest value of each feature of each provider's problems."""
     problems: dict[str, list[Record]] = defaultdict(list)
     for t in dataset.timings:
         problems[t.family].append(t.problem)
     if dataset.pytorch_ms:
         problems[PYTORCH] = list(dataset.pytorch_ms)
-    found = {}
+    ranges = {}
     for name, own in sorted(problems.items()):
         features = pytorch_features(dataset.operation, own, dataset.device)
-        found[name] = {
+        ranges[name] = {
             "least": features.min(axis=0).tolist(),
             "largest": features.max(axis=0).tolist(),
         }
-    return found
+    return ranges

@@ -1,8 +1,8 @@
-"""Cross-validation by network: a model is judged on networks that it has never seen.
+"""Cross-validation by network: a model is judged on networks that it was not trained on.
 
 Networks share layers, and a suite has a layer at several batches, dtypes, epilogues and directions.
 So every problem that has the same *layer* as a problem of a held-out network is held out of
-training. PyTorch's operator is ranked by the margins that the other folds' problems have.
+training. The margins of PyTorch's operator are those of the other folds' problems.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from confpred.training.regret import TOPS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fold:
-    """One split.
+    """One split of the networks.
 
     Over all folds, each problem that some network has is judged once: in the fold that holds out
     the first of its networks.
@@ -49,7 +49,7 @@ class Fold:
     networks: tuple[str, ...]  # held out; those that are the first of some problem's networks
     train: tuple[Timings, ...]  # without any layer of those networks, of other devices too
     test: tuple[Timings, ...]  # to judge by, of families that `train` has timings of
-    elsewhere: tuple[Timings, ...]  # of other devices, kept out of `train` too; the same families
+    elsewhere: tuple[Timings, ...]  # of other devices, held out of `train` too; the same families
 
 
 #: A device and a problem on it.
@@ -67,16 +67,16 @@ def without_networks(timings: Sequence[Timings], networks: Collection[str]) -> t
 def part_of(
     dataset: Dataset, families: Collection[str], problems: int | None, seed: int
 ) -> Dataset:
-    """Return the part of `dataset` of some `families`, or of all if none is named, and of at most
-    so many `problems`, which `seed` chooses, or of all if it is None.
+    """Return the part of `dataset` of some `families` (default: all) and of at most `problems`
+    problems, which `seed` chooses; None takes all problems.
 
     Raises:
         InvalidInput: the data has no family of a name in `families`.
     """
-    known = sorted({t.family for t in dataset.everywhere})
+    measured = sorted({t.family for t in dataset.everywhere})
     for name in families:
-        if name not in known:
-            raise InvalidInput("family", name, f"one of {', '.join(known)}")
+        if name not in measured:
+            raise InvalidInput("family", name, f"one of {', '.join(measured)}")
     if families:
         dataset = dataset.of_families(families)
     every = sorted({t.problem for t in dataset.timings}, key=str)
@@ -92,8 +92,8 @@ def split_by_network(
 
     Joining networks that share a layer would leave one group of most of them: 512 of the 659 that
     are measured. So a problem is judged with the first of its networks, and the layers of a fold's
-    networks are left out of what the fold learns from. `seed` is of the order in which equally
-    large networks are dealt out; `others` are timings of other devices, to train on only.
+    networks are left out of the fold's training. `seed` orders networks of equal size; `others` are
+    timings of other devices, to train on only.
 
     Raises:
         DataError: the problems are judged with fewer than two networks, or with no family that two
@@ -130,16 +130,16 @@ def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a method did on one problem; and what the model expected."""
+    """Result of a method on one problem, and the times that the model expected."""
 
     regret: tuple[float, ...]  # for each k of ``TOPS``, of the best of the first k choices
     candidates: int  # configs that it chose from
-    seconds: float = inf  # expected of its first choice
-    #: Its offer if nothing had to have been measured: the finalists among all legal
-    #: configs, best first, with their expected seconds.
+    seconds: float = inf  # expected time of its first choice
+    #: The finalists among all legal configs, measured or not, best first, with their expected
+    #: seconds.
     ranked: Options = field(default_factory=list)
-    #: How many times as long as the first of those its first choice among the measured configs is
-    #: expected to take.
+    #: Expected time of its first choice among the measured configs over that of the first of
+    #: `ranked`.
     ahead: float = 1.0
 
 
@@ -161,7 +161,7 @@ def score(model: FamilyModel, t: Timings) -> Score:
     legal = model.legal(t.problem, t.device)  # a family may need limits to be given
     if not len(legal):
         legal = t.rows
-    ranked, all_seconds = (each.tolist() for each in model.rank(t.problem, t.device, legal))
+    ranked, all_seconds = (values.tolist() for values in model.rank(t.problem, t.device, legal))
     place = ranked.index(rows[0]) if rows[0] in ranked else -1  # no better than the last finalist
     return Score(
         regret=regret_of(t, np.searchsorted(t.rows, rows)),
@@ -175,18 +175,19 @@ def score(model: FamilyModel, t: Timings) -> Score:
 def best_ms(
     models: Mapping[str, FamilyModel], timings: Sequence[Timings], at: Collection[At]
 ) -> dict[At, float]:
-    """Return milliseconds of our best config of the problems `at`, in all of their families.
+    """Return the milliseconds of confpred's best config for the problems `at`, among all of their
+    families.
 
     Often the best one is not among the few that were measured. So the fastest measured time is
     divided by how far ahead of the measured configs the model's first choice is.
     """
-    found: dict[At, float] = {}
+    fastest_ms: dict[At, float] = {}
     for t in timings:
         where = t.device, t.problem
         if where in at and t.family in models:
             ms = float(t.time_ms.min()) / score(models[t.family], t).ahead
-            found[where] = min(found.get(where, np.inf), ms)
-    return found
+            fastest_ms[where] = min(fastest_ms.get(where, np.inf), ms)
+    return fastest_ms
 
 
 def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
@@ -198,23 +199,22 @@ def regret_of(t: Timings, order: NDArray[np.intp]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """A problem that a fold holds out, before PyTorch's operator is ranked."""
+    """A held-out problem with its answer, before PyTorch's operator is placed in it."""
 
     fold: int
     device: Device
-    ours: Answer  # without PyTorch's operator
-    #: How many times as long it takes, which was measured, as the best of all legal configs is
-    #: expected to.
+    ours: Answer  # the answer without PyTorch's operator
+    #: Expected time of the measured first choice over that of the best legal config.
     ahead: float
-    log_ratio: float | None  # expected log(PyTorch's time / confpred's), where something is known
+    log_ratio: float | None  # expected log(PyTorch's time / ours); None without a regressor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldOut:
-    """The problems of the device that were held out."""
+class CrossValidation:
+    """The answers for the device's held-out problems, and the margins of PyTorch's operator."""
 
-    #: One for each problem whose time with PyTorch's operator is known, or for all where it was
-    #: measured too seldom to learn from.
+    #: An answer for each problem with a time of PyTorch's operator, or for every problem if that
+    #: was measured too seldom to learn from.
     answers: tuple[Answer, ...]
     #: Margins of the regressor of PyTorch's time, by kind of problem, from all that was held out
     #: on any device (`confpred.training.calibrate.margins`).
@@ -223,22 +223,22 @@ class HeldOut:
 
 def cross_validate(
     dataset: Dataset, folds: Sequence[Fold], hyper: Hyperparameters, seed: int, say: Said = unsaid
-) -> tuple[tuple[Score, ...], HeldOut]:
-    """Let a model learn from each fold's training part and choose for the other part.
+) -> tuple[tuple[Score, ...], CrossValidation]:
+    """Train a model on each fold's training part, and choose configs for the test part.
 
     Folds run side by side, a process for each core, as each learns in one thread.
 
     Returns:
-        The scores of each fold's test timings, fold by fold, and the whole answers.
+        The scores of each fold's test timings, fold by fold, and the answers among all families.
 
     Raises:
         ConfpredError: see `run_in_helpers`.
     """
     common = (dataset.pytorch_everywhere, dataset.device, hyper, seed)
     calls = [(number, fold, *common) for number, fold in enumerate(folds)]
-    found = run_in_helpers(_of_fold, calls, CROSS_VALIDATING, say)
-    scores = tuple(each for of_fold, _ in found for each in of_fold)
-    return scores, answered([each for _, offered in found for each in offered], dataset.device)
+    results = run_in_helpers(_of_fold, calls, CROSS_VALIDATING, say)
+    scores = tuple(score for of_fold, _ in results for score in of_fold)
+    return scores, answered([o for _, offered in results for o in offered], dataset.device)
 
 
 def _of_fold(
@@ -253,8 +253,8 @@ def _of_fold(
     ratio = None if text is None else PytorchModel(operation, Trees(text), {})
     scores = [score(models[t.family], t) for t in fold.test]
     judged = defaultdict(list)
-    for t, found in zip(fold.test, scores, strict=True):
-        judged[t.device, t.problem].append((t, found))
+    for t, scored in zip(fold.test, scores, strict=True):
+        judged[t.device, t.problem].append((t, scored))
     for t in fold.elsewhere if ratio is not None else ():
         if (t.device, t.problem) in pytorch_ms and t.family in models:
             judged[t.device, t.problem].append((t, score(models[t.family], t)))
@@ -277,12 +277,12 @@ def _offered(
         names = [t.family for t, _ in parts]
         if gate is not None:
             (names,) = gate.open([problem], device, [names])
-        opened = [(t, found) for t, found in parts if t.family in names]
+        opened = [(t, scored) for t, scored in parts if t.family in names]
         timings, best = min(opened, key=lambda part: part[1].seconds)
         answer = Answer(
             problem=problem,
             networks=timings.networks,
-            options=sorted(option for _, found in opened for option in found.ranked),
+            options=sorted(option for _, scored in opened for option in scored.ranked),
             ours_ms=best.regret[0] * float(timings.time_ms.min()),
             our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
             pytorch_ms=None if ratio is None else theirs,
@@ -290,29 +290,29 @@ def _offered(
         yield Offered(number, device, answer, best.ahead, expected)
 
 
-def answered(offered: Sequence[Offered], device: Device) -> HeldOut:
-    """Return the problems of `device` among `offered`, with PyTorch's operator ranked."""
-    numbers = sorted({each.fold for each in offered})
-    known = {n: _margins([each for each in offered if each.fold != n]) for n in numbers}
-    answers = (_answer(o, known[o.fold]) for o in offered if o.device == device)
-    return HeldOut(tuple(answers), _margins(offered))
+def answered(offered: Sequence[Offered], device: Device) -> CrossValidation:
+    """Place PyTorch's operator in the answers of `offered`, and return those of `device`."""
+    numbers = sorted({o.fold for o in offered})
+    margins_without = {n: _margins([o for o in offered if o.fold != n]) for n in numbers}
+    answers = (_answer(o, margins_without[o.fold]) for o in offered if o.device == device)
+    return CrossValidation(tuple(answers), _margins(offered))
 
 
 def _margins(offered: Sequence[Offered]) -> dict[str, float]:
-    known = [
+    compared = [
         (o.ours.problem.kind, o.log_ratio, log(o.ours.pytorch_ms * o.ahead / o.ours.ours_ms))
         for o in offered
         if o.log_ratio is not None and o.ours.pytorch_ms is not None
     ]
-    kinds, expected, actual = zip(*known, strict=True) if known else ((), (), ())
+    kinds, expected, actual = zip(*compared, strict=True) if compared else ((), (), ())
     return margins(kinds, np.array(expected), np.array(actual))
 
 
-def _answer(offered: Offered, known: Mapping[str, float]) -> Answer:
+def _answer(offered: Offered, by_kind: Mapping[str, float]) -> Answer:
     ours, ratio = offered.ours, offered.log_ratio
     if ratio is None:
         return ours
-    slowdown = (exp(ratio), exp(ratio - known.get(ours.problem.kind, inf)))
+    slowdown = (exp(ratio), exp(ratio - by_kind.get(ours.problem.kind, inf)))
     return replace(ours, options=with_pytorch(ours.options, slowdown))
 
 
@@ -320,7 +320,8 @@ def run_in_helpers(
     function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], step: str, say: Said
 ) -> list[_T]:
     """Return ``function(*arguments)`` for the arguments of each of `calls`, in their order,
-    computed side by side in processes that end with this one; `say` gets how many are done.
+    computed side by side in processes that end with this one; `say` is called with how many are
+    done.
 
     Raises:
         StorageError: the disk has no room for what the processes share.
@@ -336,12 +337,12 @@ def run_in_helpers(
         ):
             with stops_held():  # until the processes run, and leave them to this one
                 list(parallel(delayed(int)() for _ in range(count)))
-            found: list[_T] = []
-            for result in parallel(delayed(function)(*each) for each in calls):
-                found.append(result)
-                say(step, len(found), len(calls))
+            results: list[_T] = []
+            for result in parallel(delayed(function)(*arguments) for arguments in calls):
+                results.append(result)
+                say(step, len(results), len(calls))
     except BrokenProcessPool as error:
         raise ConfpredError(
             "a helper process was killed, which the system does where memory runs out"
         ) from error
-    return found
+    return results

@@ -41,32 +41,32 @@ class Timings:
     """Measurements of one problem with one kernel family."""
 
     problem: Record
-    networks: tuple[str, ...]  # that have it, sorted; empty for a coverage problem
+    networks: tuple[str, ...]  # networks that have it, sorted; empty for a coverage problem
     family: str
-    rows: Rows  # of its config table, ascending; never empty
+    rows: Rows  # rows of its config table, ascending; never empty
     time_ms: NDArray[np.float64]  # median time of each row
     spread_ms: NDArray[np.float64]  # interquartile range of that time
     device: Device
-    #: Registers of a thread of each row's kernel; 0 or None where that was not recorded.
+    #: Registers of a thread of each row's kernel; 0 or None if they were not recorded.
     registers: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """All that was measured on one device, and what can be learned from others."""
+    """All measurements of one device, and those of other devices that training uses too."""
 
     device: Device
     operation: Operation
     timings: tuple[Timings, ...]  # one a problem and family, in a fixed order
-    pytorch_ms: Mapping[Record, float]  # median of PyTorch's own operator, where it was measured
+    pytorch_ms: Mapping[Record, float]  # median time of PyTorch's operator, if it was measured
     statuses: Mapping[str, int]  # rows read, by status; only the ``ok`` ones are in `timings`
     skipped: int  # ``ok`` rows of configs that this version does not allow for the problem
     kernels: Mapping[str, tuple[str, ...]]  # digests of each family's CUDA source
-    #: The versions that the times depend on, of the rows that were timed: ``driver``, and ``cudnn``
-    #: of PyTorch's operator where it was recorded.
+    #: Versions of ``driver`` and, for PyTorch's operator, of ``cudnn`` of the timed rows, which the
+    #: times depend on.
     measured_with: Mapping[str, tuple[str, ...]]
-    #: Measurements of the same operation on other devices. Whatever makes one config slower than
-    #: another is much the same on all of them.
+    #: Measurements of the same operation on other devices, on which much the same makes one config
+    #: slower than another.
     others: tuple[Dataset, ...] = ()
 
     @property
@@ -94,20 +94,22 @@ class Dataset:
         )
 
     def of_families(self, families: Collection[str]) -> Dataset:
-        """Return the measurements of `families`, on all devices, and PyTorch's times beside it."""
+        """Return the measurements of `families`, on all devices, and PyTorch's times for their
+        problems."""
         timings = tuple(t for t in self.timings if t.family in families)
         problems = {t.problem for t in timings}
         return replace(
             self,
             timings=timings,
             pytorch_ms={p: ms for p, ms in self.pytorch_ms.items() if p in problems},
-            kernels={name: found for name, found in self.kernels.items() if name in families},
+            kernels={name: digests for name, digests in self.kernels.items() if name in families},
             others=tuple(other.of_families(families) for other in self.others),
         )
 
     @property
     def digest(self) -> str:
-        """Identity of all timings, however they are spread over files: 16 hex digits."""
+        """Identity of all timings, 16 hex digits; it does not depend on how they are spread over
+        files."""
         state = hashlib.sha256(self.device.key.encode())
         for t in self.timings:
             state.update(f"\n{t.problem};{t.family};{','.join(t.networks)};".encode())
@@ -122,29 +124,29 @@ class Dataset:
 def read_dataset(paths: Sequence[Path], device: str | None = None) -> Dataset:
     """Read Parquet files, and folders of them, as the sampler writes them.
 
-    Rows of the same problem and config are combined by their median. `device` is the one to learn
-    for; it may be None where the data is of one. Whatever was measured on others is kept apart, or
-    left out where the device has no description.
+    Rows of the same problem and config are combined by their median. `device` is the one to train
+    for; it may be None if the data is of one. Measurements of other devices are kept apart, or left
+    out if the device has no description.
 
     Raises:
         DataError: a file cannot be read, is not Parquet, lacks a column or holds an impossible
             value; or nothing is left to train on.
-        UnknownDevice: the data's device, or the one asked for, has no description.
+        UnknownDevice: `device`, or that of the data, has no description.
     """
     files = data_files(paths)
     operation = operation_of_file(files[0])
     read = read_checked(files, operation)
-    found = sorted(pc.unique(read.table["device"]).to_pylist())
+    devices = sorted(pc.unique(read.table["device"]).to_pylist())
     if device is not None:
         wanted = get_device(device).key
-        if wanted not in found:
-            raise DataError(f"no measurements of {wanted}; the data is of {' and '.join(found)}")
-    elif len(found) > 1:
-        raise DataError(f"the data is of {' and '.join(found)}: choose one device")
+        if wanted not in devices:
+            raise DataError(f"no measurements of {wanted}; the data is of {' and '.join(devices)}")
+    elif len(devices) > 1:
+        raise DataError(f"the data is of {' and '.join(devices)}: choose one device")
     else:
-        wanted = found[0] if found else ""
-    known = (name for name in found if name in KNOWN and name != wanted)
-    others = [measured_on(name, read, operation) for name in known]
+        wanted = devices[0] if devices else ""
+    further = (name for name in devices if name in KNOWN and name != wanted)
+    others = [measured_on(name, read, operation) for name in further]
     dataset = replace(
         measured_on(wanted, read, operation), others=tuple(d for d in others if d.timings)
     )
@@ -161,7 +163,7 @@ def measured_on(name: str, read: CheckedRows, operation: Operation) -> Dataset:
     """Return the measurements on the device called `name`."""
     where = get_device(name)
     table = read.table.filter(pc.field("device") == name)
-    # PyTorch's operator counts with cuDNN's benchmark mode; a hold-out has both modes.
+    # Times of PyTorch's operator are those of cuDNN's benchmark mode; a hold-out has both modes.
     timed = table.filter((pc.field("status") == "ok") & (pc.field("cudnn_mode") != "heuristics"))
     timings, pytorch_ms, skipped = _timings(timed, read, where, operation)
     counts = {e["values"]: e["counts"] for e in pc.value_counts(table["status"]).to_pylist()}
@@ -185,8 +187,8 @@ def measured_on(name: str, read: CheckedRows, operation: Operation) -> Dataset:
 def capped(
     table: pa.Table, operation: Operation, columns: Sequence[str], most: Mapping[str, float]
 ) -> NDArray[np.intp]:
-    """Return the numbers of rows of which each group by `columns`, a family first, has no more than
-    its family may: whole problems in an order that nobody chooses."""
+    """Return the numbers of rows so that each group by `columns`, of which a family is the first,
+    has at most `most` of its family: whole problems, in an order that nobody can choose."""
     words = pc.binary_join_element_wise(
         *(pc.cast(table[name], pa.string()) for name in problem_columns(operation)), "|"
     ).to_pylist()
@@ -203,29 +205,29 @@ def capped(
 
 def by_problem(timings: Iterable[Timings]) -> dict[Record, list[Timings]]:
     """Return the timings of each problem, in the order of their first ones."""
-    found: dict[Record, list[Timings]] = defaultdict(list)
+    grouped: dict[Record, list[Timings]] = defaultdict(list)
     for t in timings:
-        found[t.problem].append(t)
-    return found
+        grouped[t.problem].append(t)
+    return grouped
 
 
 def times_of(timings: Iterable[Timings], pytorch_ms: float | None) -> dict[Candidate, float]:
     """Return milliseconds of all candidates of one problem; `pytorch_ms` is the time of PyTorch's
     operator, where it was measured."""
-    found = {
+    times = {
         Candidate(t.family, int(row)): float(ms)
         for t in timings
         for row, ms in zip(t.rows, t.time_ms, strict=True)
     }
-    return found if pytorch_ms is None else found | {PYTORCH_OPERATOR: pytorch_ms}
+    return times if pytorch_ms is None else times | {PYTORCH_OPERATOR: pytorch_ms}
 
 
 def data_files(paths: Sequence[Path], *, anchors: bool = False) -> list[Path]:
-    """Return the files that `read_dataset` reads: of a folder all, without the sampler's control
-    configs unless `anchors` are wanted.
+    """Return the files that `read_dataset` reads. A folder stands for all of its files, except the
+    sampler's control configs unless `anchors`.
 
     Raises:
-        DataError: a folder holds none.
+        DataError: a folder holds no such file.
     """
     files: list[Path] = []
     for path in paths:
@@ -256,8 +258,8 @@ def _timings(
     timings: list[Timings] = []
     pytorch_ms: dict[Record, float] = {}
     used = 0
-    for index, each in groupby(parts, lambda rows: of_name[rows[0]]):
-        name, groups = names[index], list(each)
+    for index, group in groupby(parts, lambda rows: of_name[rows[0]]):
+        name, groups = names[index], list(group)
         asked = [problems[of_problem[rows[0]]] for rows in groups]
         if name == PYTORCH:
             pytorch_ms = {
@@ -282,8 +284,8 @@ def _timings(
 def _problems(
     timed: pa.Table, read: CheckedRows, operation: Operation
 ) -> tuple[list[Record], list[tuple[str, ...]], NDArray[np.intp]]:
-    """Return the distinct problems in the order of their first rows, the networks that each is of,
-    and the position of each row's problem among them."""
+    """Return the distinct problems in the order of their first rows, the networks of each, and the
+    position of each row's problem among them."""
     columns = problem_columns(operation)
     position = pa.array(np.arange(timed.num_rows))
     groups = (
@@ -326,7 +328,7 @@ def _config_numbers(
 
 
 def _medians(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Median of each run of `values` from one of `starts` to the next; numbers that are missing
+    """Return the median of each run of `values` from one of `starts` to the next; missing numbers
     do not count."""
     if len(starts) == len(values):
         return values
@@ -335,21 +337,21 @@ def _medians(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[n
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
-    """The noise across runs."""
+class RunNoise:
+    """The noise of times across runs."""
 
-    runs: int  # that timed a config which another run timed too
-    repeated: int  # those configs
+    runs: int  # runs that timed a config which another run timed too
+    repeated: int  # configs that several runs timed
     #: Standard deviation of the logarithm of a config's time over the runs, pooled over the
     #: configs; 0.01 is about one percent.
     deviation: float
-    largest: float  # most that one run's time of a config is off the mean of all runs, likewise
+    largest: float  # largest deviation of one run's logarithm from the mean of all runs
 
 
-def across_sittings(files: Sequence[Path], operation: Operation, device: str) -> Noise:
+def noise_across_runs(files: Sequence[Path], operation: Operation, device: str) -> RunNoise:
     """Return the noise across the runs in `files` on the device with this key.
 
-    The median counts where a run timed a config several times.
+    The median counts if a run timed a config several times.
 
     Raises:
         DataError: a file cannot be read, or no config was timed in two runs.
@@ -365,8 +367,8 @@ def across_sittings(files: Sequence[Path], operation: Operation, device: str) ->
     if not repeated:
         raise DataError(f"no config of {device} was timed in two runs: their noise is unknown")
     logs = [np.log([np.median(ms) for ms in runs.values()]) for runs in repeated]
-    off = np.concatenate([each - each.mean() for each in logs])
-    return Noise(
+    off = np.concatenate([log - log.mean() for log in logs])
+    return RunNoise(
         runs=len({run for runs in repeated for run in runs}),
         repeated=len(repeated),
         deviation=float(np.sqrt((off**2).sum() / (len(off) - len(logs)))),

@@ -1,7 +1,7 @@
 """An evaluation of the model beside the baselines that it has to beat: figures, tables and a plot.
 
-A *baseline* learns from training timings and returns a *judge*, which says how its choice among a
-problem's measured configs would have done.
+A *baseline* is trained on timings and returns a *judge*, a function that returns the regret of the
+baseline's choice among a problem's measured configs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from confpred.training.cross_validate import (
     run_in_helpers,
     split_by_network,
 )
-from confpred.training.dataset import Dataset, Noise, Timings
+from confpred.training.dataset import Dataset, RunNoise, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.regret import TOPS, figures, geomean, of_tops
 
@@ -41,7 +41,7 @@ MODEL = "model"
 CHOSEN = "the predicted fastest"
 JUDGING_BASELINES = "judging the baselines"
 SLOWER = 0.05
-_UNSERVED = 2.0  # the regret that a fixed config is charged where it was not measured
+_UNSERVED = 2.0  # the regret that counts for a fixed config that was not measured
 _TICKS = (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)  # of regret in the plot
 
 
@@ -55,7 +55,7 @@ class Summary:
     p95: float
     worst: float
     top: Mapping[str, float]  # by k: geometric mean of the best of the first k choices
-    candidates: float  # mean number of configs chosen from
+    candidates: float  # mean number of configs to choose from
 
     @classmethod
     def of(cls, regret: NDArray[np.float64], candidates: Sequence[int]) -> Summary:
@@ -73,11 +73,11 @@ class Summary:
 def judge_baselines(
     folds: Sequence[Fold], device: Device, seed: int, say: Said = unsaid
 ) -> tuple[dict[str, tuple[Score, ...]], dict[str, str]]:
-    """Let each baseline learn from each fold's training part and judge it on the other part, side
-    by side in processes.
+    """Train each baseline on each fold's training part and judge it on the test part, side by side
+    in processes.
 
     Returns:
-        The scores by baseline, fold by fold; and why those that are missing could not run.
+        The scores by baseline, fold by fold; and the reason for each baseline that could not run.
 
     Raises:
         ConfpredError: see `run_in_helpers`.
@@ -96,16 +96,16 @@ def judge_baselines(
 
 
 def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
-    """Return a baseline's scores on one fold, or why it cannot run."""
-    known = [t for t in fold.train if t.device == device]
+    """Return a baseline's scores on one fold, or the reason why it cannot run."""
+    own = [t for t in fold.train if t.device == device]
     try:
-        return tuple(map(baselines()[name](known, device, seed), fold.test))
+        return tuple(map(baselines()[name](own, device, seed), fold.test))
     except MissingExtra as error:
         return str(error)
 
 
 def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
-    """Return the networks of `dataset` in folds; layers held out are held out on all devices.
+    """Split the networks of `dataset` into folds; layers held out are held out on all devices.
 
     Raises:
         DataError: the data cannot be split by network.
@@ -116,25 +116,26 @@ def folds_of(dataset: Dataset, folds: int, seed: int) -> tuple[Fold, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """The whole choice, among all families and PyTorch's own operator, whose times in the data are
+    """Results of the choice among all families and PyTorch's operator, whose times in the data are
     those of cuDNN's benchmark mode (`confpred.measure.pytorch`).
     """
 
-    #: Against the best of all measured times: of the choice, and of always choosing one side.
+    #: Regret against the best of all measured times: of the choice, of always choosing confpred's
+    #: config, and of always choosing PyTorch's operator.
     regret: Mapping[str, Summary]
-    #: The times of all problems together, over those of the best: of the same. Large layers count
-    #: for more here, as they do in a network.
+    #: The same of the times of all problems together, where large layers count for more, as in a
+    #: network.
     time: Mapping[str, float]
     speed: float  # PyTorch's time over that of the choice: geometric mean ...
     worst_speed: float  # ... and least
     slower: int  # problems on which the choice is slower than PyTorch's by more than ``SLOWER``
     pytorch: int  # problems left to PyTorch's operator
-    given_away: int  # ... on which our choice is faster by more than ``SLOWER``
+    given_away: int  # ... on which confpred's config is faster by more than ``SLOWER``
 
 
-def whole(found: Sequence[Answer]) -> Whole | None:
-    """Return how the answers `found` do; None where PyTorch's operator is no candidate."""
-    both = [a for a in found if a.pytorch_ms is not None]
+def whole(answers: Sequence[Answer]) -> Whole | None:
+    """Return the results of `answers`; None if PyTorch's operator is no candidate."""
+    both = [a for a in answers if a.pytorch_ms is not None]
     if not both:
         return None
     ours, best, theirs = (
@@ -170,9 +171,9 @@ class Evaluation:
     seed: int
     timings: tuple[Timings, ...]  # every judged problem
     scores: Mapping[str, tuple[Score, ...]]  # by method, on each of them
-    missing: Mapping[str, str]  # methods that could not run, and why
-    whole: Whole | None  # the choice that a user gets, where PyTorch's operator was measured
-    bounds: BoundsCard  # on an answer's regret, and how often they held
+    missing: Mapping[str, str]  # methods that could not run, and the reasons
+    whole: Whole | None  # of the choice that a user gets, if PyTorch's operator was measured
+    bounds: BoundsCard  # bounds on an answer's regret, and how often they held
     noise: tuple[float, float]  # median and 95 % quantile of interquartile range over median
 
     @property
@@ -184,8 +185,8 @@ class Evaluation:
         """Return the figures of each method, over all problems or those of one family."""
         return {
             method: Summary.of_scores(
-                each
-                for t, each in zip(self.timings, scores, strict=True)
+                score
+                for t, score in zip(self.timings, scores, strict=True)
                 if family in (None, t.family)
             )
             for method, scores in self.scores.items()
@@ -234,7 +235,7 @@ def _plain(summaries: Mapping[str, Summary]) -> dict[str, Any]:
 def evaluate(
     dataset: Dataset, hyper: Hyperparameters, folds: int, seed: int, say: Said = unsaid
 ) -> Evaluation:
-    """Judge the model and every baseline on networks that they did not learn from.
+    """Judge the model and every baseline on networks that they were not trained on.
 
     Raises:
         DataError: the data cannot be split by network.
@@ -307,8 +308,8 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     console.print(f"answers within their bound on regret (median {bounds.median:.3f}): {shares}")
 
 
-def print_sittings(noise: Noise, console: Console) -> None:
-    """Print how times differ from run to run."""
+def print_noise(noise: RunNoise, console: Console) -> None:
+    """Print how much times differ from run to run."""
     console.print(
         f"noise across {noise.runs} runs: {noise.repeated} configs were timed in more than one; "
         f"standard deviation {noise.deviation:.2%} of their time, {noise.largest:.2%} at most",
@@ -317,24 +318,24 @@ def print_sittings(noise: Noise, console: Console) -> None:
 
 
 def figures_table(title: str, heads: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:
-    """Return a table with a name and its figures in each row; that of the model is bold."""
+    """Return a table with a name and its figures in each row; the row of the model is bold."""
     table = Table(title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right" if table.columns else "left")
     for name, row in rows.items():
-        cells = (f"{each:.3f}" if isinstance(each, float) else str(each) for each in row)
+        cells = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in row)
         table.add_row(name, *cells, style="bold" if name == MODEL else None)
     return table
 
 
 def plot_regret(evaluation: Evaluation, path: Path, *, replace: bool = True) -> None:
-    """Write a PNG: for each method, the share of problems whose regret is at most x; `replace` as
-    `write_whole` has it.
+    """Write a PNG: for each method, the share of problems whose regret is at most x; for `replace`,
+    see `write_whole`.
 
     Raises:
         StorageError: the file system refused the write.
     """
-    from matplotlib.figure import Figure  # without pyplot, which looks for a display
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -358,8 +359,8 @@ def draw_regrets(
     curves: Iterable[tuple[Sequence[float], Mapping[str, Any]]],
     ticks: Sequence[float],
 ) -> None:
-    """Draw the share of regrets that are at most x, up to the last of `ticks`, for each of
-    `curves`: some regrets, and the options of their line."""
+    """Draw, for each of `curves` (some regrets, and the options of their line), the share of
+    regrets that are at most x, up to the last of `ticks`."""
     for regrets, options in curves:
         rising = np.sort(regrets)
         share = np.arange(1, len(rising) + 1) / len(rising)
@@ -388,9 +389,9 @@ def baselines() -> dict[str, Baseline]:
 
 
 def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """One order of all configs, by mean log regret over the training problems; the first that a
-    problem can use is taken. A config counts as ``_UNSERVED`` times the best where it is illegal
-    or was not measured."""
+    """Return a judge of one fixed order of all configs, by mean log regret over the training
+    problems; the first config that is legal for a problem is chosen. A config that is illegal or
+    was not measured counts as ``_UNSERVED`` times the best."""
     cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
     for t in train:
         cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
@@ -398,7 +399,7 @@ def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 
 
 def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """Return the family's own analytic model, which learns nothing."""
+    """Return a judge of the family's own analytic model, which is not trained."""
     return lambda t: _by_time(t, all_families()[t.family].estimate_s(t.problem, device, t.rows))
 
 
@@ -407,7 +408,7 @@ def _by_time(t: Timings, expected: NDArray[np.floating[Any]]) -> Score:
 
 
 def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """Return the expectation over uniformly random choices without replacement."""
+    """Return a judge of the expectation over uniformly random choices without replacement."""
 
     def judge(t: Timings) -> Score:
         times, count = np.sort(t.time_ms), len(t.rows)
@@ -422,8 +423,8 @@ def _random(train: Sequence[Timings], device: Device, seed: int) -> Judge:
 
 
 def _ancestor(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """Return the recipe of earlier work: XGBoost's defaults on the raw sizes and config values,
-    squared error on raw milliseconds."""
+    """Return a judge of the recipe of earlier work: XGBoost's defaults on the raw sizes and config
+    values, squared error on raw milliseconds."""
     try:
         import xgboost
     except ImportError:

@@ -1,4 +1,4 @@
-"""From timings to what each pool of families predicts with, by LightGBM's estimators."""
+"""Fit the regressors of each pool of families to timings, by LightGBM's estimators."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from confpred.problem.device import Device
 from confpred.training import Said, unsaid
 from confpred.training.dataset import Dataset, Timings
 
-#: How many leaves a tree can have at least, however few rows there are: from 471 rows of layer norm
+#: Leaves that a tree can have at least, if there are few rows: trained on 471 rows of layer norm
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
 #: twentieth of the rows.
 MIN_LEAVES = 20
-#: Regrets end here, where configs are ordered: which of the hopeless ones is the worse, and by how
-#: many thousand times, takes leaves from those that are close.
+#: Regrets are clipped here to order configs: trees would spend leaves on differences between very
+#: slow configs, instead of those between good ones.
 HOPELESS = 4.5
 #: Configs are ranked by levels of their regret: 0 for ``LAST_LEVEL`` times the best and more,
 #: ``LEVELS`` for the best. A level is worth ``GAIN`` times as much as the next lower one.
@@ -48,8 +48,8 @@ _UNUSED = re.compile(
 )
 #: LightGBM writes 17 digits of a number. A feature is a float32, which nine digits separate from
 #: its neighbours, though one that lies on a threshold may come to its other side. A leaf adds to a
-#: logarithm, or to a ratio: what five decimals miss of it is nothing to a sum of hundreds, and of
-#: what a model's files compress to, digits of leaves are the largest part.
+#: logarithm, or to a ratio: the error of five decimals is negligible in a sum of hundreds, and
+#: digits of leaves are the largest part of a model's compressed files.
 _FORMATS: dict[str, Callable[[float], str]] = {
     "threshold": lambda x: f"{x:.9g}",
     "leaf_value": lambda x: f"{x:.5f}".rstrip("0").rstrip("."),
@@ -63,19 +63,19 @@ _Model = TypeVar("_Model", bound=LGBMModel)
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """How the trees grow; the field names are LightGBM's where it has one."""
+    """Hyperparameters of the trees; the field names are LightGBM's where it has one."""
 
     trees: int = 300  # this and the next four: of the regressor that orders configs
     num_leaves: int = 127
     learning_rate: float = 0.08
-    min_data_in_leaf: int = 50  # no more than one in ``MIN_LEAVES`` of the rows
+    min_data_in_leaf: int = 50  # at most one in ``MIN_LEAVES`` of the rows
     feature_fraction: float = 0.8
     rank_trees: int = 300  # trees that rank configs, appended to these ...
-    rank_weight: float = 0.02  # ... and what their values are multiplied by
+    rank_weight: float = 0.02  # ... and the factor of their values
     time_trees: int = 300  # of the regressor of configs' times, which shares the others
     time_leaves: int = 127
-    #: A config weighs (best time of its problem / its time) to this power, because it is the order
-    #: among the good configs that decides.
+    #: A config's weight is (best time of its problem / its time) to this power, because the order
+    #: of the good configs decides the choice.
     focus: float = 4.0
     pytorch_trees: int = 200  # of the regressor of PyTorch's own operator
     pytorch_leaves: int = 16
@@ -86,9 +86,9 @@ class Fitted:
     """Fitted ensembles of a pool; they make the `FamilyModel` of each of the pool's families."""
 
     pool: Pool
-    order: str  # a regressor in LightGBM's text form
-    time: str  # another
-    registers: Mapping[str, str]  # of compiled kernels, as text, by family; where they are known
+    order: str  # the regressor that orders configs, in LightGBM's text form
+    time: str  # the regressor of configs' times
+    registers: Mapping[str, str]  # registers of compiled kernels, as text, by family
 
 
 def fit_families(
@@ -98,11 +98,11 @@ def fit_families(
     seed: int,
     say: Said = unsaid,
 ) -> tuple[Fitted, ...]:
-    """Fit each family that `timings` has on `device`; what other devices took for its configs, and
-    for those of families with the same table, is learned from too. So is a family that only others
-    were measured with, if that was for problems that `device` was measured with: what it competes
-    with is known there, and what makes a config slow is much the same on all (decision 145). The
-    same input gives the same bytes.
+    """Fit each family that `timings` has on `device`, also from the times of its configs, and of
+    families with the same config table, on other devices. A family that was measured on other
+    devices alone is fitted too if those problems were measured on `device`: its competitors are
+    known there, and much the same makes a config slow on all devices (decision 145). The same input
+    gives the same bytes.
 
     Raises:
         DataError: there are no timings of `device`.
@@ -112,13 +112,13 @@ def fit_families(
         raise DataError("no measurements are left to train on")
     names = {t.family for t in timings if t.device == device or t.problem in here}
     learned = {name: all_families()[name] for name in sorted(names)}
-    found = pools(learned.values())
+    all_pools = pools(learned.values())
     fitted = []
-    for number, pool in enumerate(found):
-        say("fitting the model", number, len(found))
+    for number, pool in enumerate(all_pools):
+        say("fitting the model", number, len(all_pools))
         own = [t for t in timings if learned.get(t.family) in pool.families]
         fitted.append(_fit_pool(own, pool, hyper, seed))
-    say("fitting the model", len(found), len(found))
+    say("fitting the model", len(all_pools), len(all_pools))
     return tuple(fitted)
 
 
@@ -158,11 +158,11 @@ def grow_order(
 ) -> str:
     """Return the ensemble that orders configs, in LightGBM's text form.
 
-    Its first trees learn differences within each of `timings`: what all configs of a problem have
-    in common is nothing to order them by, and a problem's regrets are all off by one factor, as
-    they are relative to the best of the few configs that were measured of it (decision 144). The
-    others rank, which tells close ones apart (decision 168). `features` has a row for each config
-    of each of `timings`, and columns of these `names`.
+    Its first trees learn differences within each of `timings`, because a factor that all configs of
+    a problem share does not order them. A problem's regrets share an unknown factor: they are
+    relative to the best of the few configs that were measured (decision 144). The other trees learn
+    to rank, which separates close configs (decision 168). `features` has a row for each config of
+    each of `timings`, and the columns `names`.
     """
     sizes, regret = [len(t.rows) for t in timings], regrets(timings)
     label, weight = np.log(regret.clip(max=HOPELESS)), regret**-hyper.focus
@@ -192,8 +192,8 @@ def grow_order(
 def teach(
     learned: FamilyModel, base: Dataset, uploaded: Sequence[Timings], hyper: Hyperparameters
 ) -> str:
-    """Return trees that order the configs of a family in place of those that it has learned, from
-    the `base`'s times of its pool and those that were `uploaded`."""
+    """Return trees that order the configs of a family in place of its present ones, fitted to the
+    times of its pool in `base` and to those that were `uploaded`."""
     pool = {family.name: replace(learned, family=family) for family in learned.pool.families}
     timings = [*(t for t in base.everywhere if t.family in pool), *uploaded]
     features = [pool[t.family].features(t.problem, t.device, t.rows) for t in timings]
@@ -201,19 +201,19 @@ def teach(
 
 
 def regrets(timings: Sequence[Timings]) -> NDArray[np.float64]:
-    """How many times as long as the best measured config of its problem each config takes."""
+    """Return each config's time over that of the best measured config of its problem."""
     return np.concatenate([t.time_ms / t.time_ms.min() for t in timings])
 
 
 def fresh(kind: _Model, hyper: Hyperparameters, rows: int, seed: int) -> _Model:
-    """Return an estimator like `kind`, not fitted yet, that learns from so many rows."""
-    found: _Model = clone(kind).set_params(
+    """Return an estimator like `kind`, not fitted yet, for so many rows."""
+    estimator: _Model = clone(kind).set_params(
         learning_rate=hyper.learning_rate,
         min_child_samples=min(hyper.min_data_in_leaf, rows // MIN_LEAVES),
         colsample_bytree=hyper.feature_fraction,
         random_state=seed,
     )
-    return found
+    return estimator
 
 
 def text_of(model: LGBMModel, *added: tuple[LGBMModel, float]) -> str:

@@ -1,9 +1,9 @@
-"""A model judged on networks that it has not seen, by all that could have been chosen.
+"""A model judged on networks that it was not trained on, against every possible choice.
 
 Cross-validation (`confpred.training.evaluate`) compares a choice with the fastest of the few
 configs that were measured of a problem. The measurements of a *hold-out* have every legal config of
-every family, and PyTorch's operator in both modes of cuDNN, so that regret is against what is
-really the fastest. The whole answer is judged as a user gets it, through `Predictor`.
+every family, and PyTorch's operator in both modes of cuDNN, so that regret is against the true
+optimum. The whole answer is judged as a user gets it, through `Predictor`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from confpred.training.evaluate import figures_table
 from confpred.training.regret import TOPS, Spread, geomean, of_tops
 
 SLOWER = 1.05  # an answer this many times as slow as PyTorch's operator is too slow
-#: How many configs of a family the thinned oracles have, as earlier sampling measured.
+#: Configs of a family that the thinned oracles have, as many as earlier sampling measured.
 THINNED = (20, 40, 48, 80)
 _DRAWS = 5  # thinned oracles of each size, whose figures are averaged
 _WORST = 20  # problems that a verdict names
@@ -49,78 +49,78 @@ CHOOSING, THINNING = "choosing for the hold-out's layers", "judging by fewer con
 class HeldOut:
     """The measurements of a hold-out."""
 
-    dataset: Dataset  # our kernels' timings; PyTorch's are in `pytorch_ms` instead
+    dataset: Dataset  # timings of confpred kernels; PyTorch's are in `pytorch_ms` instead
     pytorch_ms: Mapping[str, Mapping[Record, float]]  # medians, by mode of cuDNN and problem
-    #: In how many runs each problem was measured; families that were not measured in one do not
-    #: compare as well.
+    #: Number of runs that measured each problem; times of one run compare better.
     sittings: Mapping[Record, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """How often answers are as good as their bound on regret says."""
+class Coverage:
+    """How often the regret of answers is within their bound."""
 
     problems: int  # answers that carry a bound
     covered: float  # share of them whose regret is within it
     median: float  # of the bounds
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]]) -> Bounds:
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Coverage:
         """Return the coverage of regrets by their bounds, at least one of each."""
         regret, bound = np.array(pairs).T
         return cls(len(pairs), float((regret <= bound).mean()), float(np.median(bound)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class HoldoutVerdict:
     """Result of `judge_holdout`."""
 
-    model: str  # its version
-    checked: str  # in words, by what it was made sure that the model has not seen the layers
+    model: str  # version of the model
+    checked: str  # in words, the evidence that the model was not trained on the layers
     problems: int
     networks: int
-    configs: int  # that were timed
+    configs: int  # configs that were timed
     complete: float  # share of the legal configs of all problems that were timed
     sittings: int  # problems that took more than one run
-    ours: Spread  # of our first choice, against the best config of all families
+    ours: Spread  # of the model's first config, against the best config of all families
     families: Mapping[str, Spread]  # the same against the best of the chosen family, by family
-    #: `ours` by whether training has the problem's networks nowhere, or at another size of the
-    #: input alone, which the name says after an ``@``.
+    #: `ours` by whether the problem's networks are new, or known in training at another size of the
+    #: input, which the name has after an ``@``.
     origins: Mapping[str, Spread]
-    first: Mapping[str, float]  # by k: geometric mean of the best of our first k choices
+    first: Mapping[str, float]  # by k: geometric mean of the best of the first k configs
     whole: Spread  # of the whole answer, PyTorch's operator among the candidates
     whole_first: Mapping[str, float]  # by k: as `first`, of the whole ranking
     weighted: float  # time of all answers over the time of the best, in sum
     pytorch: int  # problems left to PyTorch's operator
-    wrongly_pytorch: int  # ... on which our best config is more than ``SLOWER`` times as fast
+    wrongly_pytorch: int  # ... on which the best config is more than ``SLOWER`` times as fast
     #: PyTorch's time over that of the answer, geometric mean, by mode of cuDNN.
     speed: Mapping[str, float]
     #: Answers that are more than ``SLOWER`` times as slow as PyTorch's operator, by mode;
-    #: ``EITHER`` stands for the faster mode of each problem.
+    #: ``EITHER`` is the faster mode of each problem.
     slower: Mapping[str, int]
-    bounds: Mapping[str, Bounds]  # of ``all``, and by the provider of the answer
-    unmeasured: int  # first choices that could not be timed; the next one counts instead
-    #: By k, geometric mean and 95 % quantile of what `ours` would be if k random configs of each
-    #: family had been measured, and chosen among.
+    bounds: Mapping[str, Coverage]  # of ``all``, and by the provider of the answer
+    unmeasured: int  # first choices that could not be timed; the next one counts in their place
+    #: By k, geometric mean and 95 % quantile of `ours` if only k random configs of each family were
+    #: measured, and chosen among.
     thinned: Mapping[str, tuple[float, float]]
     #: The problems of the largest whole regret, with networks, that regret and the answer.
     worst: Sequence[tuple[str, str, float, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _Ranked:
     """All times of one problem, and the model's ranking of it."""
 
     problem: Record
     networks: tuple[str, ...]
     ours: tuple[Timings, ...]
-    times: Mapping[Candidate, float]  # PyTorch's in cuDNN's benchmark mode, its default here
+    times: Mapping[Candidate, float]  # that of PyTorch in cuDNN's benchmark mode, the default here
     pytorch: Mapping[str, float]
     ranking: tuple[Choice, ...]
 
 
 def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
-    """Return what a dataset of `paths` leaves out: PyTorch's times by mode, and runs."""
+    """Return the hold-out in `paths`: its `dataset`, and what that leaves out: PyTorch's times by
+    mode, and the number of runs."""
     operation = dataset.operation
     keys = problem_columns(operation)
     wanted = [*keys, "family", "status", "device", "cudnn_mode", "time_ms", "run_id"]
@@ -140,7 +140,7 @@ def read_holdout(dataset: Dataset, paths: Sequence[Path]) -> HeldOut:
     return HeldOut(
         dataset,
         {m: {p: float(np.median(ms)) for p, ms in of.items()} for m, of in pytorch.items()},
-        {problem: len(found) for problem, found in runs.items()},
+        {problem: len(ids) for problem, ids in runs.items()},
     )
 
 
@@ -156,20 +156,21 @@ def without_holdout(dataset: Dataset, holdout: Dataset) -> Dataset:
 
 
 def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
-    """Make sure that `model` has seen no network and no layer of `holdout`; says by what: it is
-    said to be `trained_on` that data, whose digest tells.
+    """Check that `model` was trained on no network and no layer of `holdout`, and return the
+    evidence in words. `trained_on` is the model's training data; its digest is compared with the
+    card's.
 
     Raises:
-        DataError: it has seen some.
+        DataError: the model was trained on one of them.
     """
     facts = model.card.data
     timings = without_networks(trained_on.everywhere, facts.excluded_networks)
-    given = trained_on.restricted({t.problem for t in timings})
+    learned = trained_on.restricted({t.problem for t in timings})
     kind = model.operation.problem
     seen = {kind.parse(text).layer() for text in model.measured}
     networks: set[str] = set()
     checked = "the problems that the model has the best configs of"
-    if given.digest == facts.digest:
+    if learned.digest == facts.digest:
         seen |= {t.problem.layer() for t in timings}
         networks = {name for t in timings for name in t.networks}
         checked = "all that the model was trained on"
@@ -183,9 +184,9 @@ def check_unseen(model: Model, trained_on: Dataset, holdout: Dataset) -> str:
 
 def judge_holdout(
     model: Model, held: HeldOut, checked: str, seed: int, say: Said = unsaid
-) -> Verdict:
-    """Judge `model` by `held`, whose layers it has not seen as far as `checked` says
-    (`check_unseen`); `seed` is of the thinned oracles.
+) -> HoldoutVerdict:
+    """Judge `model` by `held`, whose layers it was not trained on by the evidence `checked`
+    (`check_unseen`); `seed` draws the thinned oracles.
 
     Raises:
         DataError: the hold-out is of another device or operation than the model.
@@ -197,7 +198,7 @@ def judge_holdout(
             f"{model.version} is for {model.operation.name} on {model.device.key}"
         )
     measured = _measured(model, held, say)
-    judged = [found for m in measured if (found := _judge(m)) is not None]
+    judged = [one for m in measured if (one := _judge(m)) is not None]
     if not judged:
         raise DataError("no answer of the model was measured in the hold-out")
     families, origins, bounds = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -212,7 +213,7 @@ def judge_holdout(
             speed[mode].append(times)
     left = [j for j in judged if j.answer == PYTORCH_OPERATOR]
     legal = (all_families()[t.family].legal(t.problem, data.device) for t in data.timings)
-    return Verdict(
+    return HoldoutVerdict(
         model=model.version,
         checked=checked,
         problems=len(measured),
@@ -231,7 +232,7 @@ def judge_holdout(
         wrongly_pytorch=sum(j.time_ms > SLOWER * j.best_ours_ms for j in left),
         speed={mode: geomean(times) for mode, times in speed.items() if times},
         slower={mode: sum(x < 1 / SLOWER for x in times) for mode, times in speed.items()},
-        bounds={name: Bounds.of(pairs) for name, pairs in sorted(bounds.items())},
+        bounds={name: Coverage.of(pairs) for name, pairs in sorted(bounds.items())},
         unmeasured=sum(j.unmeasured for j in judged) + len(measured) - len(judged),
         thinned=_thinned(model, measured, seed, say),
         worst=[
@@ -245,13 +246,13 @@ def judge_holdout(
 class _Judged:
     """The answer to one problem."""
 
-    measured: _Measured
+    measured: _Ranked
     answer: Candidate  # the first choice that was measured
     time_ms: float
-    #: Regret of the best of the first k, for each k of ``TOPS``, of our configs alone ...
+    #: Regret of the best of the first k, for each k of ``TOPS``, of confpred's configs alone ...
     ours: tuple[float, ...]
     whole: tuple[float, ...]  # ... and of all candidates
-    family: str  # of our first choice
+    family: str  # family of the first config
     in_family: float  # its regret against the best of that family
     best_ours_ms: float
     speed: Mapping[str, float]  # PyTorch's time over that of the answer, by mode of cuDNN
@@ -259,8 +260,8 @@ class _Judged:
     unmeasured: bool  # whether the first choice could not be timed
 
 
-def _judge(m: _Measured) -> _Judged | None:
-    """Return the answer, judged; None where neither it nor another candidate was measured."""
+def _judge(m: _Ranked) -> _Judged | None:
+    """Return the judged answer; None if no choice of the model was measured."""
     timed = [choice for choice in m.ranking if choice.candidate in m.times]
     our_times = {c: ms for c, ms in m.times.items() if c != PYTORCH_OPERATOR}
     ours = [c.candidate for c in timed if c.candidate in our_times]
@@ -289,25 +290,26 @@ def _judge(m: _Measured) -> _Judged | None:
     )
 
 
-def _measured(model: Model, held: HeldOut, say: Said) -> list[_Measured]:
-    """Return each problem of the hold-out with the model's answers, which may not be looked up."""
+def _measured(model: Model, held: HeldOut, say: Said) -> list[_Ranked]:
+    """Return each problem of the hold-out with the model's answers, computed without the model's
+    measured configs."""
     predictor = Predictor({model.device.key: replace(model, measured={})})
-    together, found = by_problem(held.dataset.timings), list[_Measured]()
+    together, measured = by_problem(held.dataset.timings), list[_Ranked]()
     for problem, parts in together.items():
         pytorch = {mode: of[problem] for mode, of in held.pytorch_ms.items() if problem in of}
         times = times_of(parts, pytorch.get(BENCHMARK, min(pytorch.values(), default=None)))
-        say(CHOOSING, len(found), len(together))
+        say(CHOOSING, len(measured), len(together))
         ranking = tuple(predictor.rank(problem, model.device, max(TOPS) + 1))
-        found.append(_Measured(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
-    say(CHOOSING, len(found), len(together))
-    return found
+        measured.append(_Ranked(problem, parts[0].networks, tuple(parts), times, pytorch, ranking))
+    say(CHOOSING, len(measured), len(together))
+    return measured
 
 
 def _thinned(
-    model: Model, measured: Sequence[_Measured], seed: int, say: Said
+    model: Model, measured: Sequence[_Ranked], seed: int, say: Said
 ) -> dict[str, tuple[float, float]]:
-    """Return the regret if few configs had been measured: of a choice among a random few,
-    against the best of these."""
+    """Return the regret of a choice among few random configs, against the best of these, as if only
+    they had been measured."""
     generator = np.random.default_rng(seed)
     counts = [k for k in THINNED for _ in range(_DRAWS)]
     draws = [
@@ -318,20 +320,21 @@ def _thinned(
         say(THINNING, place, len(measured))
         regret[:, place] = _thinned_regrets(model, m, [draw[place] for draw in draws])
     say(THINNING, len(measured), len(measured))
-    figures = np.array([(geomean(each), np.quantile(each, 0.95)) for each in regret])
+    figures = np.array([(geomean(row), np.quantile(row, 0.95)) for row in regret])
     means = figures.reshape(len(THINNED), _DRAWS, 2).mean(axis=1).tolist()
     return {str(k): (mean, p95) for k, (mean, p95) in zip(THINNED, means, strict=True)}
 
 
 def _drawn(generator: np.random.Generator, count: int, k: int) -> Rows:
-    """Return `k` of the first `count` numbers, or all, rising."""
+    """Return `k` of the first `count` numbers, or all, ascending."""
     return np.sort(generator.choice(count, k, replace=False)) if k < count else np.arange(count)
 
 
 def _thinned_regrets(
-    model: Model, measured: _Measured, draws: Sequence[Sequence[Rows]]
+    model: Model, measured: _Ranked, draws: Sequence[Sequence[Rows]]
 ) -> NDArray[np.float64]:
-    """Return the regret of a choice among some configs, which each draw has by family."""
+    """Return the regret of the choice among the configs of each of `draws`, which has some by
+    family."""
     count = len(draws)
     chosen_s, chosen_ms = np.full(count, np.inf), np.full(count, np.nan)
     best_ms = np.full(count, np.inf)
@@ -352,8 +355,8 @@ def _thinned_regrets(
     return np.where(np.isfinite(chosen_s), chosen_ms / best_ms, 1.0)
 
 
-def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Print what a hold-out says of a model."""
+def print_verdict(verdict: HoldoutVerdict, console: Console) -> None:
+    """Print the results of a hold-out."""
     v = verdict
     console.print(
         f"hold-out: {v.problems} problems of {v.networks} networks, {v.configs} configs timed, "
@@ -363,14 +366,14 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         soft_wrap=True,
     )
     of_families = {f"{name}, among its own": s for name, s in v.families.items()}
-    of_origins = {f"ours, {name}": s for name, s in v.origins.items()}
-    spreads = {"ours": v.ours, **of_origins, "whole": v.whole, **of_families}
+    of_origins = {f"confpred, {name}": s for name, s in v.origins.items()}
+    spreads = {"confpred": v.ours, **of_origins, "whole": v.whole, **of_families}
     heads = ("problems", "geomean", "p95", "worst", "efficiency", "p10", "min", "> 10 % off")
     rows = {name: [*astuple(s)[:-1], f"{s.far:.1%}"] for name, s in spreads.items()}
     title = "time of the answer / time of the fastest"
     console.print(figures_table(title, ("answer", *heads), rows))
     lines = [
-        f"best of the first 3 / 8: confpred's {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
+        f"best of the first 3 / 8: confpred {v.first['3']:.3f} / {v.first['8']:.3f}, whole "
         f"{v.whole_first['3']:.3f} / {v.whole_first['8']:.3f}; weighted by time {v.weighted:.3f}",
         f"left to PyTorch's operator: {v.pytorch}; confpred is more than 5 % faster on "
         f"{v.wrongly_pytorch} of them",
@@ -385,7 +388,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
             for name, b in v.bounds.items()
         ),
         *(
-            f"with {k} random configs a family as the oracle, it would be called {mean:.3f}, p95 "
+            f"with {k} random configs a family as the oracle, confpred would seem {mean:.3f}, p95 "
             f"{p95:.3f}"
             for k, (mean, p95) in v.thinned.items()
         ),

@@ -33,14 +33,14 @@ _STATISTICS: Mapping[str, Callable[[NDArray[np.float64]], Any]] = {
 
 
 def figures(regrets: ArrayLike, *names: str) -> dict[str, Any]:
-    """Return how many regrets there are, at least one, as ``problems``; and statistics of them by
+    """Return the number of regrets, at least one, as ``problems``, and statistics of them by
     name."""
     regret = np.asarray(regrets)
     return {"problems": len(regret), **{name: float(_STATISTICS[name](regret)) for name in names}}
 
 
 def of_tops(regrets: Sequence[Sequence[float]] | NDArray[np.float64]) -> dict[str, float]:
-    """Return geometric means of the best of the first k, for each k of ``TOPS``; `regrets` are of
+    """Return the geometric mean of the best of the first k, for each k of ``TOPS``; `regrets` have
     the shape ``(problems, len(TOPS))``."""
     return {str(k): geomean(column) for k, column in zip(TOPS, np.array(regrets).T, strict=True)}
 

@@ -1,4 +1,4 @@
-"""The whole of training: cross-validate, fit on everything, write the model folder."""
+"""Training: cross-validate, fit on all data, write the model folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from confpred.training.fit import Fitted, Hyperparameters, fit_families
 
 FOLDS = 5
 COMPARING = "comparing with PyTorch's operator"
-_MIN_MEASURED = 32  # measured configs, or all legal ones, that make a best one worth keeping
+_MIN_MEASURED = 32  # configs that must be measured, or all legal ones, to keep the best one
 
 
 def train(
@@ -59,16 +59,16 @@ def train(
     families: Collection[str] = (), problems: int | None = None,
     hyper: Hyperparameters | None = None, say: Said = unsaid,
 ) -> Summary:  # fmt: skip
-    """Write a model folder; the same data and seed give the same files, but for the date.
+    """Write a model folder; the same data and seed give the same files, except for the date.
 
     Args:
-        dataset: what to learn from.
+        dataset: measurements to train on.
         out: the folder to make; its name is the model's version.
-        seed: of the trees, of the cross-validation's split and of the choice of `problems`.
-        exclude: networks whose layers are kept out of everything.
-        families: the kernel families to learn; all of the data if there are none.
-        problems: how many problems to learn from, chosen at random; all if None.
-        hyper: how the trees grow.
+        seed: seed of the trees, of the cross-validation's split and of the choice of `problems`.
+        exclude: networks whose layers are left out of the data.
+        families: kernel families to train; empty for all of the data.
+        problems: how many problems to train on, chosen at random; None for all.
+        hyper: hyperparameters of the trees.
         say: called with each step.
 
     Returns:
@@ -94,8 +94,8 @@ def train(
     ours_ms = best_ms(family_models(fitted), dataset.everywhere, pytorch_ms.keys())
     pytorch = fit_pytorch(ours_ms, pytorch_ms, operation, device, hyper, seed)
     say(COMPARING, 1, 1)
-    known = {family.name: f for f in fitted for family in f.pool.families}
-    gate = fit_gate([t for t in dataset.everywhere if t.family in known], operation, seed)
+    learned = {family.name: f for f in fitted for family in f.pool.families}
+    gate = fit_gate([t for t in dataset.everywhere if t.family in learned], operation, seed)
     files = {
         **{ORDER_TREES.format(f.pool.name): f.order for f in fitted},
         **{TIME_TREES.format(f.pool.name): f.time for f in fitted},
@@ -127,16 +127,16 @@ def train(
             statuses=dict(dataset.statuses),
         ),
         families={
-            name: _family_card(all_families()[name], f, dataset) for name, f in known.items()
+            name: _family_card(all_families()[name], f, dataset) for name, f in learned.items()
         },
         gate=GateCard(list(gate.families), digest_of(gate.problems)) if gate else None,
         pytorch=PytorchCard(held_out.margins, digest_of(dataset.pytorch_ms)) if pytorch else None,
         hyperparameters=asdict(hyper),
-        measured_with={name: list(found) for name, found in dataset.measured_with.items()},
+        measured_with={name: list(versions) for name, versions in dataset.measured_with.items()},
         metrics={
             "folds": FOLDS,
             "regret": asdict(regret),
-            "whole": asdict(found) if (found := whole(held_out.answers)) else None,
+            "whole": asdict(judged) if (judged := whole(held_out.answers)) else None,
         },
         bounds=bounds,
         libraries={
@@ -150,10 +150,10 @@ def train(
 
 
 def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
-    known = {name for t in dataset.timings for name in t.networks}
+    names = {name for t in dataset.timings for name in t.networks}
     for name in networks:
-        if name not in known:
-            raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(known))}")
+        if name not in names:
+            raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(names))}")
     return dataset.restricted({t.problem for t in without_networks(dataset.everywhere, networks)})
 
 
@@ -161,7 +161,7 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
     measured = [
         d for d in (dataset, *dataset.others) if any(t.family == family.name for t in d.timings)
     ]
-    first = measured[0]  # this device, or one that the family is taken over from
+    first = measured[0]  # this device, or the one whose measurements the family is fitted to
     rows = {t.problem: t.rows.tolist() for t in first.timings if t.family == family.name}
     problem = next(iter(rows))
     return FamilyCard(
@@ -176,24 +176,24 @@ def _family_card(family: Family, fitted: Fitted, dataset: Dataset) -> FamilyCard
 
 
 def _measured(dataset: Dataset) -> str:
-    """Return the fastest measured way to compute each problem that enough configs were measured
-    of."""
+    """Return the text of ``measured.json``: the fastest measured candidate of each problem of which
+    enough configs were measured."""
     best: dict[Record, tuple[float, Candidate]] = {}
     for t in dataset.timings:
         if len(t.rows) < _MIN_MEASURED and not _complete(t):
             continue
         i = int(t.time_ms.argmin())
-        found = (float(t.time_ms[i]), Candidate(t.family, int(t.rows[i])))
-        best[t.problem] = min(best.get(t.problem, found), found)
+        timed = (float(t.time_ms[i]), Candidate(t.family, int(t.rows[i])))
+        best[t.problem] = min(best.get(t.problem, timed), timed)
         theirs = dataset.pytorch_ms.get(t.problem)
         if theirs is not None and theirs < best[t.problem][0]:
             best[t.problem] = (theirs, PYTORCH_OPERATOR)
-    return best_text({str(problem): found for problem, found in best.items()})
+    return best_text({str(problem): timed for problem, timed in best.items()})
 
 
 def best_text(best: Mapping[str, tuple[float, Candidate]]) -> str:
-    """Return the text of ``measured.json``: the milliseconds and the candidate of problems in
-    words, a JSON list with one entry a line, so that versions compare well."""
+    """Return the text of ``measured.json``: milliseconds and candidate by the problem's words, a
+    JSON list with one entry a line, so that versions compare well."""
     lines = (
         json.dumps({"problem": problem, **asdict(candidate), "time_ms": time_ms})
         for problem, (time_ms, candidate) in best.items()

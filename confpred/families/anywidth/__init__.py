@@ -31,7 +31,7 @@ _SHARED = 0.8
 
 
 def handles(problem: Problem) -> bool:
-    """Whether `problem` is a grouped layer that the kernels compute."""
+    """Return whether `problem` is a grouped layer that the kernels compute."""
     return (
         problem.dtype in grouped.DTYPES
         and problem.groups > 1
@@ -65,18 +65,18 @@ def is_first(pieces: int, most: Array, options: tuple[int, ...]) -> Mask:
         if parts not in seen:
             seen.add(parts)
             kept.append(option)
-    found: Mask = (most[:, None] == kept).any(1)
-    return found
+    first: Mask = (most[:, None] == kept).any(1)
+    return first
 
 
 def shared_s(read: Any, device: Device) -> Floats:
-    """Time to read so many bytes of shared memory: a multiprocessor reads 128 a clock, as many as
-    it has lanes for multiply-adds."""
+    """Return the time to read so many bytes of shared memory: a multiprocessor reads 128 a clock,
+    as many as it has lanes for multiply-adds."""
     return read / (_SHARED * device.simt_flops / 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class Walk:
     """How a kernel walks a layer's rows, or its columns; the names are the kernel's.
 
     Attributes:
@@ -102,22 +102,22 @@ class Axis:
         return 1 + (self.halved > 0)  # an array of several problems' too
 
 
-def axes_of(problem: Problem) -> tuple[Axis, Axis]:
+def describe_axes(problem: Problem) -> tuple[Walk, Walk]:
     """Return the rows and the columns of `problem`."""
-    return _axis_of(problem, 0), _axis_of(problem, 1)
+    return _describe_axis(problem, 0), _describe_axis(problem, 1)
 
 
-def _axis_of(problem: Problem, axis: int) -> Axis:
+def _describe_axis(problem: Problem, axis: int) -> Walk:
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     if problem.direction != "dgrad":
         steps = grouped.steps_of(taps, stride, dilation)
-        return Axis(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
+        return Walk(taps, taps, steps.stride, steps.dilation, 0, steps.step, outputs)
     dilation = dilation if taps > 1 else 1
     if stride == 1:
-        return Axis(taps, taps, 1, dilation, 0, 1, inputs)
+        return Walk(taps, taps, 1, dilation, 0, 1, inputs)
     positions = -(-inputs // 2)
     if dilation % 2:
-        return Axis(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
-    return Axis(taps, taps, 1, dilation // 2, 1, 1, positions)
+        return Walk(taps, -(-taps // 2), 1, dilation, 2, 1, positions)
+    return Walk(taps, taps, 1, dilation // 2, 1, 1, positions)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import anywidth, common
-from confpred.families.anywidth import MOST_ROW_VECTORS, axes_of, depth_of
+from confpred.families.anywidth import MOST_ROW_VECTORS, depth_of, describe_axes
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
 from confpred.families.protocol import Columns, Floats, Mask
@@ -88,7 +88,7 @@ class AnyWidth(Shaped):
         return anywidth.handles(problem)
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        rows, columns = problem.each(axes_of)
+        rows, columns = problem.map(describe_axes)
         return (
             (w.blocks <= common.MAX_INT)
             & common.well_filled(
@@ -103,19 +103,19 @@ class AnyWidth(Shaped):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        rows, columns = problem.each(axes_of)
+        rows, columns = problem.map(describe_axes)
         w.n_tiles = ceil_div(problem.n, t["block_n"])
         w.p_tiles = ceil_div(rows.positions, t["block_p"])
         w.q_tiles = ceil_div(columns.positions, t["block_q"])
         w.all_tiles = w.n_tiles * w.p_tiles * w.q_tiles * (rows.lattices * columns.lattices)
         w.group_blocks = ceil_div(problem.groups, t["block_g"])
-        _, width = problem.each(_widths)
+        _, width = problem.map(_widths)
         w.parts = ceil_div(ceil_div(width, 8), t["block_k"] // 8) * w.group_blocks
         w.blocks = ceil_div(w.all_tiles, t["tiles"]) * w.parts
         return w
 
     def _shape(self, problem: Problem, table: Table) -> Any:
-        rows, columns = axes_of(problem)
+        rows, columns = describe_axes(problem)
         met, down, step = (
             (getattr(rows, name), getattr(columns, name)) for name in ("met", "down", "step")
         )
@@ -123,7 +123,7 @@ class AnyWidth(Shaped):
         return table.kept(_shape, _widths(problem), taps, met, down, step, dgrad)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, w, (rows, columns) = problem, self._one(problem, row), axes_of(problem)
+        p, w, (rows, columns) = problem, self._one(problem, row), describe_axes(problem)
         g_in, g_out = _widths(p)
         defines = (
             *macros(DGRAD=int(p.direction == "dgrad"), GIN=g_in, GOUT=g_out, R=p.r, S=p.s),
@@ -153,8 +153,8 @@ class AnyWidth(Shaped):
         those of device memory, of the copies from L2 into shared memory with their halos and
         filters, and of the tensor cores; plus a fixed latency for each pass that cannot be
         hidden."""
-        down, across = problem.each(axes_of)
-        g_in, g_out = problem.each(_widths)
+        down, across = problem.map(describe_axes)
+        g_in, g_out = problem.map(_widths)
         registers = np.minimum(w.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         in_turn = np.minimum(t["tiles"], w.all_tiles)
@@ -167,18 +167,18 @@ class AnyWidth(Shaped):
             common.l2_s(filters + images, device),
             common.products_s(products, device),
             anywidth.shared_s(read * w.fragment_bytes, device),
-            problem.each(device.roofline_s),
+            problem.map(device.roofline_s),
         )
-        _, (height, width) = problem.each(common.image_sizes)
+        _, (height, width) = problem.map(common.image_sizes)
         pixels = t["block_n"] * t["block_p"] * t["block_q"]
         steps = in_turn * w.passes
         return {
             "log_p": np.log2(height),
             "log_q": np.log2(width),
-            "depth": problem.each(depth_of),
+            "depth": problem.map(depth_of),
             "log_groups": np.log2(problem.groups),
-            "in_vector": problem.each(lambda p: anywidth.vector_of(_widths(p)[0])),
-            "out_vector": problem.each(lambda p: anywidth.vector_of(_widths(p)[1])),
+            "in_vector": problem.map(lambda p: anywidth.vector_of(_widths(p)[0])),
+            "out_vector": problem.map(lambda p: anywidth.vector_of(_widths(p)[1])),
             "registers": registers,
             **occupancy.features(),
             "rounds": occupancy.rounds,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families import anywidth, common
-from confpred.families.anywidth import MOST_ROW_VECTORS, Axis, axes_of, depth_of
+from confpred.families.anywidth import MOST_ROW_VECTORS, Walk, depth_of, describe_axes
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div
 from confpred.families.protocol import Columns, Floats, Mask
@@ -111,18 +111,18 @@ class AnyWidthWgrad(Shaped):
         w.all_tiles = ceil_div(problem.n, t["block_n"]) * w.p_tiles * w.q_tiles
         w.split_tiles, w.parts = common.cut(w.all_tiles, t["splits"])
         w.group_blocks = ceil_div(problem.groups, t["block_g"])
-        k_blocks = ceil_div(ceil_div(problem.each(depth_of), 8), t["block_k"] // 8)
+        k_blocks = ceil_div(ceil_div(problem.map(depth_of), 8), t["block_k"] // 8)
         c_blocks = ceil_div(ceil_div(problem.group_width, 8), t["block_c"] // 8)
         w.sums = w.group_blocks * k_blocks * c_blocks  # blocks that have sums of their own
         w.blocks = w.sums * w.parts
         return w
 
     def _shape(self, problem: Problem, table: Table) -> Any:
-        rows, columns = axes_of(problem)
+        rows, columns = describe_axes(problem)
         return table.kept(_shape, problem.group_width, depth_of(problem), rows, columns)
 
     def launch(self, problem: Problem, row: int) -> Launch:
-        p, w, (rows, columns) = problem, self._one(problem, row), axes_of(problem)
+        p, w, (rows, columns) = problem, self._one(problem, row), describe_axes(problem)
         defines = (
             *common.macros(GIN=p.group_width, GOUT=depth_of(p), R=p.r, S=p.s),
             *common.macros(DOWN_H=rows.down, DOWN_W=columns.down),
@@ -156,7 +156,7 @@ class AnyWidthWgrad(Shaped):
         memory, of the copies from L2 into shared memory with their halos, and of the tensor cores;
         plus a fixed latency for each tile of a block that cannot be hidden, and the time to add the
         blocks' sums."""
-        down, across = problem.each(axes_of)
+        down, across = problem.map(describe_axes)
         registers = np.minimum(w.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         stretch = np.where(
@@ -173,15 +173,15 @@ class AnyWidthWgrad(Shaped):
             common.l2_s(loaded, device),
             common.products_s(products, device),
             anywidth.shared_s(swept * w.fragment_bytes, device),
-            problem.each(device.roofline_s),
+            problem.map(device.roofline_s),
         )
         second = common.DEPTHWISE_SECOND_KERNEL_S + 2 * sum_bytes / device.dram_bytes_per_s
         pixels = t["block_n"] * t["block_p"] * t["block_q"]
         return {
-            "depth": problem.each(depth_of),
+            "depth": problem.map(depth_of),
             "log_groups": np.log2(problem.groups),
-            "in_vector": problem.each(lambda p: anywidth.vector_of(p.group_width)),
-            "out_vector": problem.each(lambda p: anywidth.vector_of(depth_of(p))),
+            "in_vector": problem.map(lambda p: anywidth.vector_of(p.group_width)),
+            "out_vector": problem.map(lambda p: anywidth.vector_of(depth_of(p))),
             "registers": registers,
             **occupancy.features(),
             "rounds": occupancy.rounds,
@@ -189,7 +189,7 @@ class AnyWidthWgrad(Shaped):
             "p_waste": w.p_tiles * t["block_p"] / problem.p,
             "q_waste": w.q_tiles * t["block_q"] / problem.q,
             "g_waste": w.group_blocks * t["block_g"] / problem.groups,
-            "k_waste": w.k_blocks * w.k_tiles * 16 / problem.each(depth_of),
+            "k_waste": w.k_blocks * w.k_tiles * 16 / problem.map(depth_of),
             "c_waste": w.c_blocks * w.pieces * 8 / problem.group_width,
             "halo": w.tile_pixels / (pixels * down.down * across.down),
             # The remainder for the last split, as a fraction of a whole one.
@@ -207,11 +207,11 @@ class AnyWidthWgrad(Shaped):
 
 
 def _elements(problem: Any) -> Any:
-    """How many float32 sums a split has."""
+    """Return how many float32 sums a split has."""
     return problem.filter_elements + problem.k * problem.bias
 
 
-def _shape(table: Table, width: int, depth: int, rows: Axis, columns: Axis) -> Workings:
+def _shape(table: Table, width: int, depth: int, rows: Walk, columns: Walk) -> Workings:
     t, w, taps = table.columns, Workings(), rows.taps * columns.taps
     in_pieces, out_pieces = ceil_div(width, 8), ceil_div(depth, 8)
     groups, pixels = t["block_g"], t["block_n"] * t["block_p"] * t["block_q"]

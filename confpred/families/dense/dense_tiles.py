@@ -81,7 +81,7 @@ _SHARED_FEATURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class _DenseAxis:
     """The rows or the columns of a layer, as the kernel knows them.
 
     Attributes:
@@ -101,30 +101,30 @@ class _Axis:
     positions: int
 
 
-def _axis_of(problem: Problem, axis: int) -> _Axis:
+def _describe_axis(problem: Problem, axis: int) -> _DenseAxis:
     window = (problem.r, problem.s)[axis]
     stride = problem.stride[axis]
     if problem.direction == "dgrad":
         outputs = (problem.h, problem.w)[axis]
-        return _Axis(stride, 1, 1, stride, ceil_div(window, stride), ceil_div(outputs, stride))
+        return _DenseAxis(stride, 1, 1, stride, ceil_div(window, stride), ceil_div(outputs, stride))
     outputs = (problem.p, problem.q)[axis]
     if window == 1:  # what lies between the inputs that are met need not be read
-        return _Axis(1, stride, 1, 1, 1, outputs)
-    return _Axis(stride, 1, stride, 1, window, outputs)
+        return _DenseAxis(1, stride, 1, 1, 1, outputs)
+    return _DenseAxis(stride, 1, stride, 1, window, outputs)
 
 
-def _axes_of(problem: Problem) -> tuple[_Axis, _Axis]:
+def _describe_axes(problem: Problem) -> tuple[_DenseAxis, _DenseAxis]:
     """Return the rows and the columns of `problem`."""
-    return _axis_of(problem, 0), _axis_of(problem, 1)
+    return _describe_axis(problem, 0), _describe_axis(problem, 1)
 
 
 def _in_channels(problem: Problem) -> int:
-    """Channels of what the kernel reads, and sums over."""
+    """Return the channels that the kernel reads, and sums over."""
     return problem.c if problem.direction == "fprop" else problem.k
 
 
 def _out_channels(problem: Problem) -> int:
-    """Channels of what the kernel writes."""
+    """Return the channels that the kernel writes."""
     return problem.k if problem.direction == "fprop" else problem.c
 
 
@@ -150,7 +150,7 @@ class DenseTiles(Shaped):
         )
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        rows, columns = problem.each(_axes_of)
+        rows, columns = problem.map(_describe_axes)
         return (
             (w.blocks <= common.MAX_INT)
             & common.well_filled(
@@ -159,29 +159,29 @@ class DenseTiles(Shaped):
                 (t["block_p"], rows.positions),
                 (t["block_q"], columns.positions),
             )
-            & ((t["block_k"] < 2 * problem.each(_out_channels)) | (t["block_k"] <= _LEAST_CHANNELS))
+            & ((t["block_k"] < 2 * problem.map(_out_channels)) | (t["block_k"] <= _LEAST_CHANNELS))
             & ((t["tiles"] == 1) | (w.all_tiles >= 2 * t["tiles"]))
         )
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        rows, columns = problem.each(_axes_of)
+        rows, columns = problem.map(_describe_axes)
         w.n_tiles = ceil_div(problem.n, t["block_n"])
         w.p_tiles = ceil_div(rows.positions, t["block_p"])
         w.q_tiles = ceil_div(columns.positions, t["block_q"])
         w.all_tiles = w.n_tiles * w.p_tiles * w.q_tiles * (rows.lattices * columns.lattices)
-        w.k_blocks = ceil_div(problem.each(_out_channels), t["block_k"])
+        w.k_blocks = ceil_div(problem.map(_out_channels), t["block_k"])
         w.blocks = ceil_div(w.all_tiles, t["tiles"]) * w.k_blocks
         return w
 
     def _shape(self, problem: Problem, table: Table) -> Any:
-        p, (rows, columns) = problem, _axes_of(problem)
+        p, (rows, columns) = problem, _describe_axes(problem)
         taps, down = (rows.taps, columns.taps), (rows.down, columns.down)
         return table.kept(_shape, _in_channels(p), p.r * p.s, taps, down, p.direction == "dgrad")
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, config, w = problem, self.configs[row], self._one(problem, row)
-        rows, columns = _axes_of(p)
+        rows, columns = _describe_axes(p)
         defines = (
             *macros(DGRAD=int(p.direction == "dgrad"), CIN=_in_channels(p), R=p.r, S=p.s),
             *macros(STRIDE_H=rows.stride, STRIDE_W=columns.stride),
@@ -207,21 +207,21 @@ class DenseTiles(Shaped):
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each tile of a block."""
-        down, across = problem.each(_axes_of)
+        down, across = problem.map(_describe_axes)
         registers = np.minimum(w.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         in_turn = np.minimum(t["tiles"], w.all_tiles)
         filters = w.blocks * w.filter_bytes
         read = w.all_tiles * w.k_blocks
-        images = read * w.tile_pixels * (problem.each(_in_channels) * 2.0)
+        images = read * w.tile_pixels * (problem.map(_in_channels) * 2.0)
         products = read * w.products
         seconds = common.largest(
             problem.minimum_bytes / device.dram_bytes_per_s,
             common.l2_s(filters + images, device),
             common.products_s(products, device),
-            problem.each(device.roofline_s),
+            problem.map(device.roofline_s),
         )
-        _, (height, width) = problem.each(common.image_sizes)
+        _, (height, width) = problem.map(common.image_sizes)
         pixels = t["block_n"] * t["block_p"] * t["block_q"]
         return {
             "log_p": np.log2(height),
@@ -232,7 +232,7 @@ class DenseTiles(Shaped):
             "n_waste": w.n_tiles * t["block_n"] / problem.n,
             "p_waste": w.p_tiles * t["block_p"] / down.positions,
             "q_waste": w.q_tiles * t["block_q"] / across.positions,
-            "k_waste": w.k_blocks * t["block_k"] / problem.each(_out_channels),
+            "k_waste": w.k_blocks * t["block_k"] / problem.map(_out_channels),
             "halo": w.tile_pixels / (pixels * down.down * across.down),
             "in_turn": in_turn,
             "bytes_in_flight": occupancy.resident * t["buffers"] * w.tile_bytes,

@@ -32,7 +32,7 @@ MAX_THREADS = 256  # of a block: what the kernels are compiled for
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class DepthwiseAxis:
     """One dimension of an image or volume as ``depthwise.cu`` and ``volume.cu`` see it: input ``i``
     meets output ``o`` at tap ``r`` where ``up * (i + origin) = down * (o + shift) + dilation *
     r``."""
@@ -50,11 +50,11 @@ class Axis:
     def of(
         cls, direction: str, size: int, result: int, window: int, stride: int, pad: int,
         dilation: int,
-    ) -> Axis:  # fmt: skip
-        """Return the axis of a layer of `size` inputs and `result` outputs."""
+    ) -> DepthwiseAxis:  # fmt: skip
+        """Return the axis of a layer, whose input has `size` places and whose output `result`."""
         if direction == "fprop":
             return cls(size, result, window, 1, stride, dilation, pad, 0)
-        # The filter is rotated, so what was a distance to the left is one to the right.
+        # The filter is reversed, so what was a distance to the left is one to the right.
         pad = dilation * (window - 1) - pad
         shift = -pad % stride
         return cls(result, size, window, stride, 1, dilation, (pad + shift) // stride, shift)
@@ -62,8 +62,8 @@ class Axis:
     @property
     def groups(self) -> int:
         """Groups of `up` outputs."""
-        found: int = self.pieces(self.up)
-        return found
+        count: int = self.pieces(self.up)
+        return count
 
     def reach(self, tile: Array) -> Array:
         """Return how many inputs a tile of so many outputs reads."""
@@ -76,7 +76,7 @@ class Axis:
 
 
 def handles(problem: Problem) -> bool:
-    """Whether `problem` is a depthwise layer that the kernels compute."""
+    """Return whether `problem` is a depthwise layer that the kernels compute."""
     return (
         problem.group_width == 1
         and max(problem.r, problem.s) <= MAX_WINDOW
@@ -100,11 +100,11 @@ def _access(problem: Problem) -> tuple[int, bool]:
 
 
 def accessible(vec: Array, problem: Any) -> Mask:
-    """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
-    an odd count of channels, which leaves nothing else, and for large filters, which leave no
-    registers for more. The output channels of a vector share one input channel, or fall into whole
-    groups that each share one."""
-    multiplier, narrow = problem.each(_access)
+    """Return which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are
+    only for an odd count of channels, which leaves nothing else, and for large filters, which leave
+    no registers for more. The output channels of a vector share one input channel, or fall into
+    whole groups that each share one."""
+    multiplier, narrow = problem.map(_access)
     fits: Mask = (
         (vec * problem.itemsize <= 16)
         & (problem.k % vec == 0)
@@ -137,9 +137,9 @@ def lane_scalars(w: Any) -> dict[str, int]:
 
 
 def worth_sharing(t: Columns, w: Any, device: Device) -> Mask:
-    """Which counts of blocks that share a channel's sums are worth it, by `share_lanes`: enough for
-    half of the device, and no more than sixteen to a multiprocessor, as far as there are tiles for
-    their threads; and the kernels can count them."""
+    """Return which counts of blocks that share a channel's sums are worth it, by `share_lanes`:
+    enough for half of the device, and no more than sixteen to a multiprocessor, as far as there are
+    tiles for their threads; and the kernels can count them."""
     splits = t["splits"]
     worth: Mask = (
         (np.maximum(w.blocks, w.tiles + splits * t["threads"]) <= MAX_INT)
@@ -153,14 +153,14 @@ def worth_sharing(t: Columns, w: Any, device: Device) -> Mask:
 
 
 def distinct_lanes(vectors: Array, lanes_c: Array) -> Mask:
-    """Which limits of lanes are less than twice the `vectors` accesses that a pixel takes, or are
-    the smallest limit."""
+    """Return which limits of lanes are less than twice the `vectors` accesses that a pixel takes,
+    or are the smallest limit."""
     return (lanes_c < 2 * vectors) | (lanes_c == LEAST_LANES)
 
 
 def worth_loading_ahead(prefetch: Array, taps: int) -> Mask:
-    """Which distances of loading ahead hide latency that the arithmetic of a filter of `taps` does
-    not hide already."""
+    """Return which distances of loading ahead hide latency that the arithmetic of a filter of
+    `taps` does not hide already."""
     return (prefetch == 1) | (prefetch * taps <= 50)
 
 

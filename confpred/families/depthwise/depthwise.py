@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from confpred.families import common, depthwise
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.depthwise import Axis
+from confpred.families.depthwise import DepthwiseAxis
 from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Table, Tabled, config_table, crossed
 from confpred.problem.conv2d import Problem, dtype_macro
@@ -52,12 +52,12 @@ _SHARED = (
 )  # fmt: skip
 
 
-def _axes(problem: Problem) -> tuple[Axis, Axis]:
+def _describe_axes(problem: Problem) -> tuple[DepthwiseAxis, DepthwiseAxis]:
     """Return the vertical axis and the horizontal one."""
     p, (tall, wide) = problem, depthwise.dilation(problem)
     return (
-        Axis.of(p.direction, p.h, p.p, p.r, p.stride[0], p.padding[0], tall),
-        Axis.of(p.direction, p.w, p.q, p.s, p.stride[1], p.padding[1], wide),
+        DepthwiseAxis.of(p.direction, p.h, p.p, p.r, p.stride[0], p.padding[0], tall),
+        DepthwiseAxis.of(p.direction, p.w, p.q, p.s, p.stride[1], p.padding[1], wide),
     )
 
 
@@ -73,7 +73,7 @@ class DepthwiseImage(Tabled):
         return depthwise.handles(problem) and (self.direction == "fprop" or problem.k <= problem.c)
 
     def _first(self, problem: Any, device: Device, table: Table) -> Mask:
-        vertical, horizontal = problem.each(_axes)
+        vertical, horizontal = problem.map(_describe_axes)
         taps, width = problem.r * problem.s, horizontal.size_out
         return (
             table.by(
@@ -110,7 +110,7 @@ class DepthwiseImage(Tabled):
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, w = problem, self._one(problem, row)
-        down, across = _axes(p)
+        down, across = _describe_axes(p)
         defines = (
             *macros(R=p.r, S=p.s, UP_H=down.up, UP_W=across.up, DOWN_H=down.down),
             *macros(DOWN_W=across.down, DILATION_H=down.dilation, DILATION_W=across.dilation),
@@ -138,7 +138,7 @@ class DepthwiseImage(Tabled):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        down, across = problem.each(_axes)
+        down, across = problem.map(_describe_axes)
         vec, tile_q = t["vec"], t["tile_q"]
         w.repeat = np.minimum(vec, problem.k // problem.c)
         taps = problem.r * problem.s
@@ -182,7 +182,7 @@ class DepthwiseImage(Tabled):
         """Estimate seconds as the larger of two times, plus a latency for each wave and step: the
         time of device memory, whose rate is bounded where too little is in flight, and the time of
         the instructions of the multiprocessor with the most blocks."""
-        down, across = problem.each(_axes)
+        down, across = problem.map(_describe_axes)
         bound = np.where(t["min_blocks"] == 2, 128, common.MAX_REGISTERS)
         registers = np.minimum(w.registers, bound)
         occupancy = Occupancy.of(device, w.blocks, w.block_threads, registers, w.smem_bytes)

@@ -68,7 +68,7 @@ def _config_table() -> NDArray[np.void]:
 
 
 def threads_of(t: Columns) -> Array:
-    """Threads of a block."""
+    """Return the threads of a block."""
     return t["block_c"] // t["warp_c"] * (t["strips"] // t["warp_strips"]) * 32
 
 
@@ -78,15 +78,15 @@ def runs(t: Columns) -> Array:
 
 
 def items(t: Columns, columns: Array) -> Array:
-    """Items that a thread copies in a step, for `columns` of a run; an item is two pixels of 8
-    channels."""
+    """Return the items that a thread copies in a step, for `columns` of a run; an item is two
+    pixels of 8 channels."""
     pairs = t["rows"] * runs(t) * (t["block_c"] // 8) * ceil_div(columns, 2)
     return ceil_div(pairs, threads_of(t))
 
 
 def buffer_bytes(t: Columns, units: Array, spare: int) -> Array:
-    """Bytes of shared memory for the rows of a step: `units` eights of columns for each run and, if
-    strips are idle, one eight more for each of them and `spare` others."""
+    """Return the bytes of shared memory for the rows of a step: `units` eights of columns for each
+    run and, if strips are idle, one eight more for each of them and `spare` others."""
     pitch = np.where(t["run"] == 1, units | 1, units)
     idle = t["strips"] % t["run"]
     eights = runs(t) * pitch + np.where(idle > 0, idle + spare, 0)
@@ -94,7 +94,8 @@ def buffer_bytes(t: Columns, units: Array, spare: int) -> Array:
 
 
 def stage_bytes(t: Columns, copied: Array) -> Array:
-    """Bytes of shared memory for what is copied ahead: `copied` items of each thread and step."""
+    """Return the bytes of shared memory for copies ahead: `copied` items of each thread and
+    step."""
     return t["stages"] * copied * threads_of(t) * 32
 
 
@@ -106,8 +107,8 @@ def most_registers(t: Columns) -> Array:
 
 
 def fits(t: Columns, w: Any, device: Device) -> Mask:
-    """Which configs, of blocks `w`, a multiprocessor has room for, with as many blocks as each of
-    them asks for.
+    """Return which configs, of blocks `w`, a multiprocessor has room for, with as many blocks as
+    each of them asks for.
 
     With a bound on registers an eighth below what it would take, the compiler spills few or none;
     where it would take fewer anyway, the bound changes nothing.
@@ -134,7 +135,7 @@ def block(t: Columns, s: int) -> Any:
 
 
 def _padded_image(problem: Problem) -> int:
-    """Most elements that offsets in an image may count, padding included."""
+    """Return the most elements that offsets in an image may count, padding included."""
     p = problem
     return p.c * (max(p.h, p.p) + 256) * (max(p.w, p.q) + 256)
 
@@ -152,10 +153,10 @@ def cut(problem: Any, t: Columns, height: Any, width: Any) -> Any:
 
 
 def suited(t: Columns, channels: Any, width: Any) -> Mask:
-    """Which kernels are not meant for a larger layer: a block has less than twice the layer's
-    `channels`, or the fewest that there are, and at most a quarter more columns are computed than
-    the `width` that is cut into runs. Larger blocks do the work of smaller ones, only more slowly.
-    """
+    """Return which kernels are not meant for a larger layer: a block has less than twice the
+    layer's `channels`, or the fewest that there are, and at most a quarter more columns are
+    computed than the `width` that is cut into runs. Larger blocks do the work of smaller ones, only
+    more slowly."""
     columns = ceil_div(width, 8 * t["run"]) * t["run"]
     return ((4 * columns <= 5 * ceil_div(width, 8)) | (t["run"] == 1)) & (
         (t["block_c"] < 2 * channels) | (t["block_c"] == 16)
@@ -163,11 +164,11 @@ def suited(t: Columns, channels: Any, width: Any) -> Mask:
 
 
 def rules(problem: Any, t: Columns, w: Any, splits: Any = 1) -> Mask:
-    """Which configs can count the offsets from a block's first image in 32 bits, padding included,
-    and are less than twice as large as what they cover, or the smallest."""
+    """Return which configs can count the offsets from a block's first image in 32 bits, padding
+    included, and are less than twice as large as what they cover, or the smallest."""
     images = ceil_div(w.runs, w.q_tiles * w.bands) + 1
     return (
-        (images * problem.each(_padded_image) <= common.MAX_INT)
+        (images * problem.map(_padded_image) <= common.MAX_INT)
         & (np.maximum(w.blocks, w.all_runs + splits * t["strips"]) <= common.MAX_INT)
         & ((w.runs < 2 * w.all_runs) | (t["strips"] == 16))
         & ((t["rows"] < 2 * w.band_rows) | (t["rows"] == 1))
@@ -208,7 +209,7 @@ def padding_read(problem: Problem) -> tuple[int, int]:
 
 
 def _above(problem: Problem) -> int:
-    """Rows of padding above the image that a filter meets."""
+    """Return the rows of padding above the image that a window meets."""
     return min(max(padding_read(problem)[0], 0), problem.r - 1)
 
 
@@ -256,7 +257,7 @@ class DepthwiseBanded(Banded):
     shared_features = _SHARED
 
     def _walked(self, problem: Any) -> tuple[Any, Any]:
-        height, width = problem.each(common.image_sizes)[1]
+        height, width = problem.map(common.image_sizes)[1]
         return height, width
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
@@ -310,15 +311,15 @@ class DepthwiseBanded(Banded):
         the time of device memory, whose rate is bounded where too little is in flight, and the
         times of the tensor cores and of the instructions of the multiprocessor with the most
         blocks."""
-        (in_height, _), (height, width) = problem.each(common.image_sizes)
+        (in_height, _), (height, width) = problem.map(common.image_sizes)
         registers = np.minimum(w.registers, most_registers(t))
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         # With one band, rows of padding above the image are left out; those below it only finish
         # the rows above them.
-        whole, above = w.bands == 1, problem.each(_above)
+        whole, above = w.bands == 1, problem.map(_above)
         walked = w.band_rows + problem.r - 1 - whole * above
         steps = ceil_div(walked, t["rows"])
-        lowest = in_height + problem.each(padding_read)[0] - above
+        lowest = in_height + problem.map(padding_read)[0] - above
         inside = np.where(whole, np.minimum(lowest, walked), walked)
         computed = np.minimum(ceil_div(inside, t["rows"]), steps)
         step_bytes = t["rows"] * w.runs * w.in_x * t["block_c"] * problem.itemsize

@@ -132,7 +132,7 @@ class DepthwiseBandedWgrad(banded.Banded):
             + 16 * w.grad_items
             + 49
         )
-        # Instructions that a warp issues in a step: products, fragments and their moves,
+        # Instructions that a warp issues in a step: products, fragments with the window's slide,
         # copies, and others.
         copies = 28 * (w.in_items + w.grad_items)
         w.work = w.products + fragments * (4 + 2 * r) + copies + 20
@@ -146,7 +146,7 @@ class DepthwiseBandedWgrad(banded.Banded):
         ideal_rounds = w.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
         walked = w.band_rows + problem.r - 1
-        lowest = np.minimum(walked, problem.each(_lowest_row))
+        lowest = np.minimum(walked, problem.map(_lowest_row))
         walked = np.where(w.bands == 1, lowest, walked)
         steps = ceil_div(walked, t["rows"])
         pixels = w.in_x + 8 * t["run"]

@@ -52,7 +52,8 @@ def most_registers(t: Columns) -> Array:
 
 
 def plane_bytes(t: Columns, channel: Any) -> Array:
-    """Bytes of the planes of a block, of `channel` bytes each; both kernels assert it."""
+    """Return the bytes of the planes of a block, of `channel` bytes each; both kernels assert
+    it."""
     return t["block_c"] * channel + 128
 
 
@@ -120,7 +121,7 @@ class DepthwiseLarge(Large):
     )  # fmt: skip
 
     def _first(self, problem: Any, device: Device, table: Table) -> Mask:
-        height, width = problem.each(common.image_sizes)[1]
+        height, width = problem.map(common.image_sizes)[1]
 
         # Tiles less than twice as large as what they cover, or the smallest.
         def suited(t: Columns) -> Mask:
@@ -165,7 +166,7 @@ class DepthwiseLarge(Large):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        height, width = problem.each(common.image_sizes)[1]
+        height, width = problem.map(common.image_sizes)[1]
         w.rows = 16 // t["images"] * t["tiles_m"]  # of an image in a block
         w.c_tiles = ceil_div(problem.c, t["block_c"])
         w.q_tiles = ceil_div(width, 8 * t["tiles_n"])
@@ -194,8 +195,8 @@ class DepthwiseLarge(Large):
         """Estimate seconds as the largest of three times, plus a latency for each wave and part:
         the times of device memory or L2, of the tensor cores, and of the instructions of the
         multiprocessor with the most blocks."""
-        height, width = problem.each(common.image_sizes)[1]
-        above, in_height = problem.each(_rows_inside)
+        height, width = problem.map(common.image_sizes)[1]
+        above, in_height = problem.map(_rows_inside)
         registers = np.minimum(w.registers, most_registers(t))
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         # With one band, steps in which all rows are padding are left out.
@@ -212,7 +213,7 @@ class DepthwiseLarge(Large):
         work += pair_items / (8 * 32) * 45 + parts * 30 + common.BLOCK_INSTRUCTIONS
         load_bytes = w.blocks * pair_items * 2 * t["block_c"] * problem.itemsize
         seconds = common.largest(
-            problem.each(device.roofline_s),  # although rows of padding are left out
+            problem.map(device.roofline_s),  # although rows of padding are left out
             common.l2_s(load_bytes * (16 // t["block_c"]), device),
             common.products_s(fullest * products, device),
             common.instructions_s(fullest * work * 32, device),

@@ -140,7 +140,7 @@ class DepthwiseLargeWgrad(large.Large):
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         ideal_rounds = w.tiles / t["splits"]
         rounds = np.ceil(ideal_rounds)
-        met = problem.each(_rows_met)
+        met = problem.map(_rows_met)
         steps = np.where(w.bands == 1, np.maximum(met, 1), w.band_rows + problem.r - 1)
         parts = ceil_div(steps, t["part"])
         pairs = steps * (8 * (w.operands + 1) + 4 * t["units"]) + w.ring_rows * 4 * t["units"]
@@ -150,7 +150,7 @@ class DepthwiseLargeWgrad(large.Large):
         work += common.BLOCK_INSTRUCTIONS
         load_bytes = w.blocks * rounds * pairs * 2 * t["block_c"] * problem.itemsize
         seconds = common.largest(
-            problem.each(device.roofline_s),  # although rows of padding are left out
+            problem.map(device.roofline_s),  # although rows of padding are left out
             common.l2_s(load_bytes * (16 // t["block_c"]), device),
             common.products_s(fullest * products, device),
             common.instructions_s(fullest * work * 32, device),

@@ -81,17 +81,17 @@ class DepthwiseMultiplied(Multiplied):
         vec = table.columns["vec"]
         fits = (problem.c % vec == 0) & (vec * problem.itemsize <= 16)
         lanes = depthwise.distinct_lanes(problem.c // vec, table.columns["lanes_c"])
-        found: Mask = fits & lanes & np.ones_like(vec, np.bool_)
-        return found
+        legal: Mask = fits & lanes & np.ones_like(vec, np.bool_)
+        return legal
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        found: Mask = (
+        legal: Mask = (
             (w.smem_bytes <= device.smem_per_block)
             & (w.blocks <= common.MAX_INT)
             # Later pixels spare loads of the filter, as long as there are blocks for the device.
             & ((t["rounds"] == 1) | (w.blocks >= device.sm_count))
         )
-        return found
+        return legal
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, t, w = problem, self.configs[row], self._one(problem, row)
@@ -105,7 +105,7 @@ class DepthwiseMultiplied(Multiplied):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        multiplier, vec = problem.each(_multiplier), t["vec"]
+        multiplier, vec = problem.map(_multiplier), t["vec"]
         depthwise.share_lanes(w, problem.c // vec, t["lanes_c"], t["threads"])
         w.smem_bytes = problem.r * problem.s * w.lanes * vec * multiplier * 4
         pixels = problem.n * problem.h * problem.w
@@ -125,7 +125,7 @@ class DepthwiseMultiplied(Multiplied):
         filters = w.smem_bytes / 4 / w.block_threads * 20  # instructions that bring them in
         work = w.blocks * w.block_threads * (t["rounds"] * w.thread_pixel + filters)
         seconds = common.largest(
-            problem.each(device.roofline_s), common.instructions_s(work, device)
+            problem.map(device.roofline_s), common.instructions_s(work, device)
         )
         return {
             **occupancy.features(),
@@ -154,18 +154,18 @@ class DepthwiseMultipliedWgrad(Multiplied):
     )  # fmt: skip
 
     def _first(self, problem: Any, device: Device, table: Table) -> Mask:
-        vec, multiplier = table.columns["vec"], problem.each(_multiplier)
-        found: Mask = (
+        vec, multiplier = table.columns["vec"], problem.map(_multiplier)
+        legal: Mask = (
             (problem.k % vec == 0)
             & ((vec % multiplier == 0) | (multiplier % vec == 0))
             & ((problem.s * vec <= _MOST_SUMS) | (vec == 1))
             & depthwise.distinct_lanes(problem.k // vec, table.columns["lanes_c"])
         )
-        return found
+        return legal
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        found: Mask = (w.lanes * problem.r <= t["threads"]) & depthwise.worth_sharing(t, w, device)
-        return found
+        legal: Mask = (w.lanes * problem.r <= t["threads"]) & depthwise.worth_sharing(t, w, device)
+        return legal
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, t, w = problem, self.configs[row], self._one(problem, row)
@@ -187,7 +187,7 @@ class DepthwiseMultipliedWgrad(Multiplied):
         w.smem_bytes = vec * w.block_threads * 4
         w.tiles = problem.n * problem.p  # rows of output
         w.blocks = w.c_tiles * t["splits"]
-        in_vec = np.maximum(vec // problem.each(_multiplier), 1)
+        in_vec = np.maximum(vec // problem.map(_multiplier), 1)
         w.registers = problem.s * (vec + in_vec) + 3 * vec + 30  # an estimate
         w.thread_pixel = problem.s * (vec + in_vec) + 8 * problem.stride[1] + 2 * vec + 12
         return w
@@ -201,7 +201,7 @@ class DepthwiseMultipliedWgrad(Multiplied):
         rounds = np.ceil(ideal_rounds)
         work = w.blocks * w.block_threads * rounds * problem.q * w.thread_pixel
         seconds = common.largest(
-            problem.each(device.roofline_s), common.instructions_s(work, device)
+            problem.map(device.roofline_s), common.instructions_s(work, device)
         )
         sum_bytes = 4.0 * problem.filter_elements * t["splits"]
         return {

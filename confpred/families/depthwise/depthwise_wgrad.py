@@ -138,7 +138,7 @@ class DepthwiseWgrad(Tabled):
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
         vec, tile_q, (stride_h, stride_w) = t["vec"], t["tile_q"], problem.stride
-        dilation_h, dilation_w = problem.each(depthwise.dilation)
+        dilation_h, dilation_w = problem.map(depthwise.dilation)
         w.block_r = ceil_div(problem.r, t["row_groups"])
         w.row_groups = ceil_div(problem.r, w.block_r)  # without empty ones
         w.depth = dilation_h * (w.block_r - 1) // stride_h + 1  # output rows of the sliding window
@@ -162,8 +162,8 @@ class DepthwiseWgrad(Tabled):
             + problem.bias * vec
             + 32
         ).astype(np.int64)
-        # Instructions that a thread issues in one step: products, conversions, moves of the
-        # sliding window, addresses, and others.
+        # Instructions that a thread issues in one step: products, conversions, the window's slide,
+        # addresses, and others.
         w.thread_step = (
             w.sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * w.in_x + tile_q) + 30
         )

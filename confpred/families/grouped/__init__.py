@@ -22,7 +22,7 @@ MAX_STEP = 2  # the largest stride and dilation
 
 
 def handles(problem: Problem) -> bool:
-    """Whether `problem` is a grouped layer that the kernels compute."""
+    """Return whether `problem` is a grouped layer that the kernels compute."""
     return (
         problem.dtype in DTYPES
         and problem.group_width in GROUP_WIDTHS
@@ -39,9 +39,9 @@ def is_odd(block: Array) -> Mask:
 
 
 def fits_odd_channels(block: Array, channels: Any) -> Mask:
-    """Which blocks of channels that are no power of two to offer for a layer. They must divide its
-    channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers only, as their
-    part of a pixel is not a whole number of 32-byte sectors."""
+    """Return which blocks of channels that are no power of two to offer for a layer. They must
+    divide its channels, and 64 must not. Blocks of fewer than 48 channels are for narrow layers
+    only, as their part of a pixel is not a whole number of 32-byte sectors."""
     return (channels % 64 != 0) & (channels % block == 0) & ((block >= 48) | (channels < 4 * block))
 
 
@@ -49,7 +49,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class GroupedAxis:
     """How the kernel walks a layer's rows, or its columns; the names are the kernel's.
 
     A position of a tile is an output of the kernel, or two neighbouring ones where an input feeds
@@ -82,12 +82,12 @@ class Axis:
         return {f"{name}_{side}": getattr(self, name) for name in names}
 
 
-def axes_of(problem: Problem) -> tuple[Axis, Axis]:
+def describe_axes(problem: Problem) -> tuple[GroupedAxis, GroupedAxis]:
     """Return the rows and the columns of `problem`."""
-    return axis_of(problem, 0), axis_of(problem, 1)
+    return describe_axis(problem, 0), describe_axis(problem, 1)
 
 
-def axis_of(problem: Problem, axis: int) -> Axis:
+def describe_axis(problem: Problem, axis: int) -> GroupedAxis:
     """Return the rows (0) or the columns (1) of `problem`."""
     taps = (problem.r, problem.s)[axis]
     inputs, outputs = ((problem.h, problem.p), (problem.w, problem.q))[axis]
@@ -97,7 +97,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
     if problem.direction == "fprop":
         # input = stride * output + dilation * tap - padding
         steps = steps_of(taps, stride, dilation)
-        return Axis(
+        return GroupedAxis(
             taps=taps,
             down=steps.stride,
             up=1,
@@ -109,10 +109,10 @@ def axis_of(problem: Problem, axis: int) -> Axis:
             positions=-(-outputs // steps.dilation),
         )
     # The kernel reads the gradient of the layer's output and writes that of its input, with its
-    # taps rotated: w = stride * q + dilation * (taps - 1 - tap) - padding.
+    # taps reversed: w = stride * q + dilation * (taps - 1 - tap) - padding.
     unit = {"taps": taps, "down": 1, "up": 1, "out_origin": 0}
     if stride == 1:
-        return Axis(
+        return GroupedAxis(
             **unit,
             in_origin=padding - dilation * (taps - 1),
             in_lattice=1,
@@ -125,7 +125,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
         # from behind the last column, where there are only zeros.
         live = padding % 2
         met = (live + padding) // 2 - (taps - 1)
-        return Axis(
+        return GroupedAxis(
             **unit,
             in_origin=outputs if live else met,
             in_lattice=met - outputs if live else outputs - met,
@@ -135,7 +135,7 @@ def axis_of(problem: Problem, axis: int) -> Axis:
         )
     # Pairs of outputs begin where the last tap meets the first of a pair.
     out_origin = -((padding + taps) % 2)
-    return Axis(
+    return GroupedAxis(
         taps=taps,
         down=1,
         up=2,
@@ -150,11 +150,12 @@ def axis_of(problem: Problem, axis: int) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A filter's steps along one axis, once what stride and dilation have in common is divided out.
+    """A filter's steps along one axis, after the common factor of stride and dilation is divided
+    out.
 
     Attributes:
-        stride, dilation: what is left of them; one of the two is 1.
-        step: what was divided out, in input elements.
+        stride, dilation: divided by their common factor, so one of the two is 1.
+        step: the common factor, in input elements.
     """
 
     stride: int
@@ -172,7 +173,8 @@ def steps_of(window: int, stride: int, dilation: int) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Parameters of a kernel apart from its config: filter, group width, steps, bias gradient."""
+    """Parameters of a kernel apart from its config: filter size, group width, steps, bias
+    gradient."""
 
     group_width: int
     r: int
@@ -189,7 +191,7 @@ def window_of(problem: Problem) -> Window:
 
 
 def flush_steps(problem: Problem) -> int:
-    """How many steps without a gradient row follow an image's last one.
+    """Return how many steps without a gradient row follow an image's last one.
 
     They must be enough for the input rows that the last gradient row still meets, and enough to
     clear it from the buffer for the next image. Steps in which the

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from confpred.families import common, grouped
 from confpred.families.batch import Workings
 from confpred.families.common import Occupancy, ceil_div, macros
-from confpred.families.grouped import Pair, axes_of
+from confpred.families.grouped import Pair, describe_axes
 from confpred.families.protocol import Columns, Floats, Mask
 from confpred.families.table import Shaped, Table, config_table
 from confpred.problem.conv2d import Problem, dtype_macro
@@ -103,9 +103,9 @@ class GroupedRows(Shaped):
         return grouped.handles(problem)
 
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        rows, columns = problem.each(axes_of)
+        rows, columns = problem.map(describe_axes)
         return (
-            (t["block_n"] * problem.each(_image_elements) <= common.MAX_INT)
+            (t["block_n"] * problem.map(_image_elements) <= common.MAX_INT)
             & (w.blocks <= common.MAX_INT)
             & common.well_filled(16, (t["block_n"], problem.n), (t["block_q"], columns.positions))
             & (
@@ -118,7 +118,7 @@ class GroupedRows(Shaped):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        rows, columns = problem.each(axes_of)
+        rows, columns = problem.map(describe_axes)
         w.band_rows, w.bands = common.cut(rows.positions, t["bands"])
         w.n_tiles = ceil_div(problem.n, t["block_n"])
         w.q_tiles = ceil_div(columns.positions, t["block_q"])
@@ -129,14 +129,14 @@ class GroupedRows(Shaped):
         return w
 
     def _shape(self, problem: Problem, table: Table) -> Any:
-        p, (rows, columns) = problem, axes_of(problem)
+        p, (rows, columns) = problem, describe_axes(problem)
         down, up = (rows.down, columns.down), (rows.up, columns.up)
         dgrad = p.direction == "dgrad"
         return table.kept(_shape, p.group_width, p.r, p.s, down, up, dgrad, p.residual)
 
     def launch(self, problem: Problem, row: int) -> Launch:
         p, w = problem, self._one(problem, row)
-        rows, columns = axes_of(p)
+        rows, columns = describe_axes(p)
         defines = (
             *macros(DGRAD=int(p.direction == "dgrad"), GW=p.group_width, R=p.r, S=p.s),
             *macros(STRIDE_H=max(rows.down, rows.up), STRIDE_W=max(columns.down, columns.up)),
@@ -160,7 +160,7 @@ class GroupedRows(Shaped):
         """Estimate seconds as the largest of three times, stretched by the waste of the last wave:
         those of device memory, of the copies from L2 into shared memory with their halos, and of
         the tensor cores; plus a fixed latency for each row of a block that cannot be hidden."""
-        down, across = problem.each(axes_of)
+        down, across = problem.map(describe_axes)
         registers = np.minimum(w.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         first_steps = -(-(problem.r - 1) // down.up)  # before the first row of a band is finished
@@ -173,9 +173,9 @@ class GroupedRows(Shaped):
             common.products_s(products, device),
             # Where one filter covers the whole image, padded groups may need fewer operations than
             # are counted; but no estimate may be below the roofline.
-            problem.each(device.roofline_s),
+            problem.map(device.roofline_s),
         )
-        _, (height, width) = problem.each(common.image_sizes)
+        _, (height, width) = problem.map(common.image_sizes)
         at_once = np.minimum(device.sm_count * occupancy.per_sm, w.blocks) / w.image_blocks
         return {
             "log_p": np.log2(height),
@@ -206,7 +206,7 @@ class GroupedRows(Shaped):
 
 
 def _image_elements(problem: Problem) -> int:
-    """Elements of an image, of the input or of the output, whichever has more."""
+    """Return the elements of an image, of the input or of the output, whichever has more."""
     return problem.c * max(problem.h * problem.w, problem.p * problem.q)
 
 

@@ -44,8 +44,8 @@ _FIELDS = (*_COMPILED, "splits", "reduction")
 
 
 def _launches(whole: bool) -> list[tuple[int, int]]:
-    """Each count of slices with each way to add up their sums; `whole` where one slice has them
-    all."""
+    """Return each count of slices with each way to add up their sums; `whole` where one slice has
+    all of a sum."""
     return [
         (splits, reduction)
         for splits, reduction in itertools.product(_SPLITS, range(4))
@@ -113,7 +113,7 @@ class GroupedWgrad(Shaped):
     def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
-        height, width = problem.each(_image_size)
+        height, width = problem.map(_image_size)
         offset = t["block_n"] * (problem.c * height) * (width + reach)
         parts, blocks, reduction = w.parts, w.blocks, t["reduction"]
         return (
@@ -142,7 +142,7 @@ class GroupedWgrad(Shaped):
 
     def _cut(self, problem: Any, t: Columns) -> Workings:
         w: Any = Workings()
-        phases = problem.each(window_of).vertical.dilation
+        phases = problem.map(window_of).vertical.dilation
         # Gradient rows of all the images together, images of a tile counted once.
         w.rows = ceil_div(problem.n, t["block_n"]) * (phases * ceil_div(problem.p, phases))
         w.slice_rows, w.slices = common.cut(w.rows, t["splits"])
@@ -196,7 +196,7 @@ class GroupedWgrad(Shaped):
         memory, of the copies from L2 into shared memory with their halos, and of the tensor cores;
         plus a fixed latency for each row of a block that cannot be hidden, and the time to add the
         blocks' sums."""
-        window, slice_rows, reduction = problem.each(window_of), w.slice_rows, t["reduction"]
+        window, slice_rows, reduction = problem.map(window_of), w.slice_rows, t["reduction"]
         registers = np.minimum(w.registers, common.MAX_REGISTERS)
         occupancy = Occupancy.of(device, w.blocks, w.threads, registers, w.smem_bytes)
         stretch = np.where(
@@ -205,7 +205,7 @@ class GroupedWgrad(Shaped):
             occupancy.wave_waste,
         )
         lattice_rows = ceil_div(problem.p, window.vertical.dilation)
-        flush = np.maximum(1.0, slice_rows / lattice_rows) * problem.each(flush_steps)
+        flush = np.maximum(1.0, slice_rows / lattice_rows) * problem.map(flush_steps)
         steps = slice_rows + flush
         loaded = w.blocks * slice_rows * (w.stage_bytes + 0.0)
         products = w.blocks * steps * (w.threads / 32) * w.products
@@ -249,12 +249,12 @@ class GroupedWgrad(Shaped):
 
 
 def _image_size(problem: Problem) -> tuple[int, int]:
-    """Height and width of the input or of the output, whichever is larger."""
+    """Return height and width of the input or of the output, whichever is larger."""
     return max(problem.h, problem.p), max(problem.w, problem.q)
 
 
 def _suited(t: Columns, problem: Any) -> Mask:
-    """Which blocks are not meant for another layer than `problem`."""
+    """Return the blocks that are not too large for `problem`, as a mask."""
     return (
         # A tile twice as large as what it covers does the work of a smaller tile, slower; and
         # images share a tile only where one alone does not fill it, or is narrow.
@@ -272,14 +272,14 @@ def _suited(t: Columns, problem: Any) -> Mask:
 
 
 def _few_idle_columns(q: Any, padded: Array) -> Mask:
-    """Which tiles, with `padded` columns together, leave few of them idle, or no more than the
-    smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
+    """Return which tiles, with `padded` columns together, leave few of them idle, or no more than
+    the smallest tiles that suit a wide image: for 33 to 40 columns all tiles leave many."""
     least = np.minimum(ceil_div(q, 28) * 28, ceil_div(q, 32) * 32)
     return (padded < 1.2 * q + 8) | (padded == least)
 
 
 def _elements(problem: Any) -> Any:
-    """How many float32 sums the blocks leave together, with one block for each tile of the
+    """Return how many float32 sums the blocks leave together, with one block for each tile of the
     filter."""
     return problem.filter_elements + problem.k * problem.bias
 

@@ -24,7 +24,7 @@ LEAST_LANES = 16  # the smallest limit of lanes in the config table
 
 
 def handles(problem: ConvNd) -> bool:
-    """Whether `problem` is a depthwise layer that the kernels compute."""
+    """Return whether `problem` is a depthwise layer that the kernels compute."""
     p = problem
     return (
         p.rank == 1
@@ -82,7 +82,7 @@ def _divisor(widest: int, *sizes: int) -> int:
 
 
 def tiles_fit(problem: ConvNd, tile: Array, vectors: Array) -> Mask:
-    """Which tiles the kernels can be compiled for, and are not twice as long as the rows."""
+    """Return which tiles the kernels can be compiled for, and are not twice as long as the rows."""
     up, _, _, _, result = axis(problem)
     fits: Mask = (tile % up == 0) & (vectors <= MAX_VECTORS) & ((tile < 2 * result) | (tile == 4))
     return fits
@@ -91,8 +91,8 @@ def tiles_fit(problem: ConvNd, tile: Array, vectors: Array) -> Mask:
 def window_macros(problem: ConvNd, t: Any) -> tuple[tuple[str, int], ...]:
     """Return the macros of ``line.cuh`` for the inputs `t` of one config."""
     up, down, *_ = axis(problem)
-    found: Any = macros(
+    defines: Any = macros(
         S=problem.s, UP=up, DOWN=down, DILATION=spread(problem), PHASE=int(t["phase"]),
         TILE=int(t["tile"]), IN_VEC=int(t["in_vec"]), OUT_VEC=int(t["out_vec"]),
     )  # fmt: skip
-    return found
+    return defines

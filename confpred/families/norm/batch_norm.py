@@ -48,8 +48,9 @@ class Passes(Described):
     norm's: a kernel has some samples of a matrix of rows by channels.
 
     Attributes:
-        name, direction: of the family, and of its problems.
-        kernel: its source, and how the names of its kernels begin.
+        name: name of the family.
+        direction: direction of its problems.
+        kernel: name of its source, with which its kernels' names begin.
         fields: of its config table; all have ``vector`` (elements of an access), ``unroll``
             (accesses under way together), ``threads`` (of a block), ``lanes`` (most accesses side
             by side of a block) and ``blocks`` (of the grid, about).
@@ -86,8 +87,8 @@ class Passes(Described):
 
     def _splits(self, t: dict[str, Array]) -> Array:
         """Return how many blocks share the rows of a sample's tile."""
-        found: Array = np.clip(t["blocks"] // (t["tiles"] * t["samples"]), 1, t["steps"])
-        return found
+        splits: Array = np.clip(t["blocks"] // (t["tiles"] * t["samples"]), 1, t["steps"])
+        return splits
 
     def _layout(self, problem: Any, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, and how they cut the problem, by name."""
@@ -106,7 +107,7 @@ class Passes(Described):
         return t
 
     def _shared(self, problem: Any, t: dict[str, Array]) -> Mask:
-        """Return the rule that both families have."""
+        """Return the legal rows by the rules that both families share."""
         size, c = problem.itemsize, problem.c
         widest = min(ACCESS_BYTES // size, c & -c)  # that divides the channels
         halved = widest // 2 if widest * size == ACCESS_BYTES else widest
@@ -243,7 +244,7 @@ class Passes(Described):
 
 
 def step_bytes(problem: Any, t: Any) -> Any:
-    """Bytes of the accesses of a block's step."""
+    """Return the bytes of the accesses of a block's step."""
     tensors = 1 + problem.is_backward
     return tensors * t["unroll"] * t["threads"] * t["vector_bytes"]
 
@@ -367,8 +368,8 @@ class OnePass(Passes):
 
     def _kept(self, problem: Any, t: dict[str, Array]) -> Array:
         fit = 1024 * t["kept_kb"] // step_bytes(problem, t)
-        found: Array = np.minimum(fit, t["own_steps"])
-        return found
+        steps: Array = np.minimum(fit, t["own_steps"])
+        return steps
 
     def _registers(self, problem: Any, t: dict[str, Array]) -> Array:
         return super()._registers(problem, t) + 8

@@ -72,8 +72,8 @@ class GroupNorm(batch_norm.OnePass):
         t["tile_groups"] = t["used_lanes"] * t["vector"] // problem.width
 
     def _splits(self, t: dict[str, Array]) -> Array:
-        found: Array = np.where(t["cluster"] > 0, t["cluster"], super()._splits(t))
-        return found
+        splits: Array = np.where(t["cluster"] > 0, t["cluster"], super()._splits(t))
+        return splits
 
     def _smem_bytes(self, problem: Norm, t: dict[str, Array]) -> Array:
         shown = ceil_div(2 * t["vector"] * t["used_lanes"], 4) * 16
@@ -131,7 +131,7 @@ class GroupNorm(batch_norm.OnePass):
         return super()._grid(t)
 
     def launch(self, problem: Norm, row: int) -> Launch:
-        """Blocks of a tile, and samples, share sums in the workspaces."""
+        """Return the launch. Blocks of a tile, and samples, share sums in the workspaces."""
         p, t = problem, self._one(problem, row)
         inputs = ("in", "weight", "bias", "residual", "mean", "invstd")
         operands: tuple[str, ...] = ("out", *inputs, "eps", ZEROED, SCRATCH)

@@ -47,7 +47,8 @@ class RowNorm(Described):
     """The family of one direction.
 
     Attributes:
-        name, direction: of the family, and of its problems.
+        name: name of the family.
+        direction: direction of its problems.
         configs: ``lanes`` (threads of a row), ``vector`` (elements of an access), ``threads`` (of a
             block), ``blocks`` (of the grid, which goes around the rows; 0: as many as there are
             rows for) and ``ahead`` (whether a thread reads the next row before it ends one).
@@ -195,12 +196,12 @@ class RowNorm(Described):
 
 
 def _sums(p: Norm) -> int:
-    """How many vectors of gradients the rows are added up for."""
+    """Return how many vectors of gradients the rows are added up for."""
     return AFFINE.index(p.affine) * p.is_backward
 
 
 def _reads(p: Norm) -> int:
-    """How many tensors are read."""
+    """Return how many tensors are read."""
     return 1 + p.is_backward + p.residual
 
 

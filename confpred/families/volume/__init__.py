@@ -31,7 +31,7 @@ ACCESS_BYTES = 16  # most that a thread can access at once
 
 
 def handles(problem: ConvNd) -> bool:
-    """Whether `problem` is a layer that the kernels compute."""
+    """Return whether `problem` is a layer that the kernels compute."""
     p = problem
     return (
         p.rank == MAX_RANK
@@ -66,9 +66,9 @@ def axis_scalars(**sizes: tuple[int, ...]) -> Mapping[str, int]:
 
 
 def accessible(vec: Array, problem: ConvNd) -> Mask:
-    """Which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are only for
-    an odd count of channels, which leaves nothing else. The output channels of a vector share one
-    input channel, or fall into whole groups that each share one."""
+    """Return which vector widths can be accessed at once and are worth it. Fewer than 4 bytes are
+    only for an odd count of channels, which leaves nothing else. The output channels of a vector
+    share one input channel, or fall into whole groups that each share one."""
     multiplier = problem.k // problem.c
     odd = problem.k % 2 == 1 or (multiplier > 1 and multiplier % 2 == 1)
     fits: Mask = (
@@ -94,5 +94,5 @@ def shared_lanes(problem: ConvNd, t: dict[str, Array]) -> None:
 def bound(registers: Array) -> Array:
     """Return the bounds of registers that kernels with these estimates are compiled for."""
     places = np.searchsorted(_BOUNDS, registers * _MARGIN)
-    found: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
-    return found
+    bounds: Array = _BOUNDS[np.minimum(places, len(_BOUNDS) - 1)]
+    return bounds

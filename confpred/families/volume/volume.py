@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from confpred.families import common, volume
 from confpred.families.common import Occupancy, ceil_div
-from confpred.families.depthwise import Axis
+from confpred.families.depthwise import DepthwiseAxis
 from confpred.families.protocol import Array, Mask, Rows
 from confpred.families.table import Described, config_columns, config_table, crossed
 from confpred.problem.conv import CONV, ConvNd
@@ -39,13 +39,13 @@ def _config_table() -> NDArray[np.void]:
     return config_table(_FIELDS, rows[(outputs <= 32) & ((outputs >= 4) | (vec == 1))])
 
 
-def _axes(problem: ConvNd) -> tuple[Axis, ...]:
+def _describe_axes(problem: ConvNd) -> tuple[DepthwiseAxis, ...]:
     p = problem
     axes = zip(
         p.input_shape, p.output_shape, p.filter_shape, p.stride, p.padding, volume.dilation(p),
         strict=True,
     )  # fmt: skip
-    return tuple(Axis.of(p.direction, *sizes) for sizes in axes)
+    return tuple(DepthwiseAxis.of(p.direction, *sizes) for sizes in axes)
 
 
 class Volume(Described):
@@ -70,7 +70,7 @@ class Volume(Described):
         served = volume.handles(p) and (self.direction == "fprop" or p.k == p.c)
         if p.direction != self.direction or not served:
             return np.zeros(len(self.configs), np.bool_)
-        t, (deep, down, across) = self._layout(p), _axes(p)
+        t, (deep, down, across) = self._layout(p), _describe_axes(p)
         rows = ceil_div(deep.groups, t["bands"])
         half = ceil_div(deep.groups, np.maximum(t["bands"] // 2, 1))
         held = p.taps * t["vec"]
@@ -98,7 +98,7 @@ class Volume(Described):
         return legal
 
     def launch(self, problem: ConvNd, row: int) -> Launch:
-        p, axes = problem, _axes(problem)
+        p, axes = problem, _describe_axes(problem)
         t = common.one(self._layout(p, np.array([row])))
         defines: tuple[tuple[str, int | str], ...] = (
             *volume.axis_macros(
@@ -146,7 +146,7 @@ class Volume(Described):
     def _layout(self, problem: ConvNd, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, how they cut the problem, and the resources and the
         work of a thread, by name."""
-        p, (deep, down, across) = problem, _axes(problem)
+        p, (deep, down, across) = problem, _describe_axes(problem)
         t = config_columns(self.configs, rows)
         volume.shared_lanes(p, t)
         vec, tile_p, tile_q = t["vec"], t["tile_p"], t["tile_q"]
@@ -198,7 +198,7 @@ class Volume(Described):
         """Return features by name, and ``estimate`` in seconds: the largest of the times of device
         memory, whose rate is bounded where too little is in flight, of L2, and of the instructions
         of the multiprocessor with the most blocks; plus a latency for each wave and step."""
-        p, (deep, down, across) = problem, _axes(problem)
+        p, (deep, down, across) = problem, _describe_axes(problem)
         t = self._layout(p, rows)
         blocks = t["grid_x"] * t["bands_cut"] * p.n
         threads = t["block_threads"]  # in whole warps

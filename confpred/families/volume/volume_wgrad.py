@@ -160,8 +160,8 @@ class VolumeWgrad(Described):
             + 36
         ).astype(np.int64)
         t["max_registers"] = volume.bound(t["registers"])
-        # Instructions that a thread issues in one step: products, conversions, moves of the
-        # sliding window, loads and their addresses, and others.
+        # Instructions that a thread issues in one step: products, conversions, the window's slide,
+        # loads and their addresses, and others.
         t["thread_step"] = (
             t["sums"] * tile_p * tile_q
             + step_rows * (loaded + 5 * t["in_x"])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -38,7 +38,7 @@ _PATTERNS = (following.norm_after, following.sum_after, following.activation_aft
 
 def fuse(
     graph: fx.Graph, choose: choosing.Choose, wishes: choosing.Wishes, inputs: Sequence[Any],
-    device: Device | None = None,
+    folds: list[Fold], device: Device | None = None,
 ) -> list[sites.Site]:  # fmt: skip
     """Rewrite a graph of inference in place, and return its convolutions and norms in order.
 
@@ -46,17 +46,22 @@ def fuse(
         graph: what is rewritten.
         choose, wishes: choose for it; the latter for tensors of other sizes, too.
         inputs: of the graph, or none where their values are not known.
-        device: that Inductor compiles other operations for; None where it does not.
+        folds: gets what is seen of the values.
+        device: that Inductor compiles the rest for; None where it does not.
     """
     found = causal.serve(graph, choose, wishes, fuses=True)
-    places = graph.find_nodes(op="placeholder")
-    values = dict(zip(places, inputs, strict=True)) if len(inputs) == len(places) else {}
+    placeholders = graph.find_nodes(op="placeholder")
+    is_known = len(inputs) == len(placeholders)
+    places = {node: place for place, node in enumerate(placeholders) if is_known}
     chains = _chains(graph)
     if device is not None:
         chains = _shortened(chains, device, wishes)
     matches = []
     for chain in chains:
-        site = _site(chain, values)
+        site, fold = _site(chain), _fold_of(chain, places, inputs)
+        folds += [fold] * (fold is not None)
+        if fold is not None and fold.is_lossy:
+            site.problem, site.why = None, _UNFOLDED
         put = partial(_replace, chain, site, wishes, device is None)
         x: Any = chain.nodes[0].args[0]
         ends = ([x], [chain.last]) if site.by_layout else ()
@@ -94,7 +99,7 @@ def _shortened(
     follows it are expected to be faster than one operator."""
     asked: dict[following.Chain, list[Problem]] = {}
     for chain in chains:
-        problem = _site(chain, {}).problem if len(chain.nodes) > 1 else None
+        problem = _site(chain).problem if len(chain.nodes) > 1 else None
         if isinstance(problem, Problem):
             biased = replace(problem, activation="none", residual=False)
             asked[chain] = [problem, biased, replace(biased, bias=False)]
@@ -150,16 +155,14 @@ def _is_read_on_its_way(node: fx.Node, taken: Collection[fx.Node]) -> bool:
     return bool(readers) and all(is_pass(each) and each not in taken for each in readers)
 
 
-def _site(chain: following.Chain, values: Mapping[Any, Any]) -> sites.Site:
-    """Return what is known of `chain` before anything is chosen; `values` are those of inputs."""
+def _site(chain: following.Chain) -> sites.Site:
+    """Return what is known of `chain` before anything is chosen."""
     start, has_norm, has_residual = chain.nodes[0], chain.norm is not None, chain.sum is not None
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
         fields: Any = {"activation": chain.activation, "residual": has_residual}
         has_bias = has_norm or start.args[2] is not None
         site = sites.site_of(start, "fprop", bias=has_bias, **fields)
-        if has_norm and _loses_precision(chain, values):
-            site.problem, site.why = None, _UNFOLDED
     activations = [chain.activation] * (chain.activation != "none")
     site.fused = (*["norm"] * has_norm, *["add"] * has_residual, *activations)
     return site
@@ -227,20 +230,39 @@ def _spell_out(norm: Any) -> None:
     put_in_place(first, convert, (y, val_of(first).dtype))
 
 
-def _loses_precision(chain: following.Chain, values: Mapping[Any, Any]) -> bool:
-    """Return whether the folded filter of a convolution and its norm is one that float16 cannot
-    hold."""
+class Fold(NamedTuple):
+    """A convolution and its norm that are to be folded: places of the norm's weight (or None), of
+    its variance and of the filter among a graph's inputs, the norm's epsilon, and whether the
+    folded filter is one that float16 cannot hold."""
+
+    places: tuple[int | None, ...]
+    eps: float
+    is_lossy: bool = False
+
+    def looked_at(self, inputs: Sequence[Any]) -> Fold:
+        """Return what holds with these `inputs` of the graph."""
+        gamma, variance, filters = (None if i is None else inputs[i] for i in self.places)
+        with _disable_current_modes(), torch.no_grad():
+            is_lossy = folding.loses_precision(gamma, variance, filters, self.eps)
+        return self._replace(is_lossy=is_lossy)
+
+
+def _fold_of(
+    chain: following.Chain, places: Mapping[Any, int], inputs: Sequence[Any]
+) -> Fold | None:
+    """Return the fold of a convolution and its norm in float16; None where there is none, or
+    without values of its tensors, as where they are computed in the graph."""
     norm: Any = chain.norm
-    nodes = (norm.args[1], norm.args[4], _uncast(chain.nodes[0].args[1]))
-    tensors: Any = [values.get(node) for node in nodes]
-    for node, t in zip(nodes, tensors, strict=True):
+    start = chain.nodes[0]
+    is_folded = norm is not None and start.target is sites.CONVOLUTION
+    if not is_folded or val_of(chain.last).dtype is not torch.float16:
+        return None
+    nodes = (norm.args[1], norm.args[4], _uncast(start.args[1]))
+    for node in nodes:
+        t = inputs[places[node]] if node in places else None
         if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
-            return False  # computed in the graph, or without values
-    if val_of(chain.last).dtype is not torch.float16:
-        return False
-    with _disable_current_modes(), torch.no_grad():
-        gamma, variance, filters = tensors
-        return folding.loses_precision(gamma, variance, filters, norm.args[6])
+            return None
+    return Fold(tuple(places.get(node) for node in nodes), norm.args[6]).looked_at(inputs)
 
 
 def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -59,24 +59,19 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def compiled(
-    gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], written: Sequence[int],
-    visible: int | None, kind: str,
-) -> Run:  # fmt: skip
-    """Return `gm` compiled by Inductor; the arguments are those of
-    `confpred.pytorch.run.graphs.Graphed`.
+    gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
+) -> tuple[Any, dict[int, tuple[int, ...]]]:
+    """Return `gm` compiled by Inductor, and the strides of its inputs by their places, () where one
+    depends on an open size; the arguments are those of `confpred.pytorch.run.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of PyTorch's.
-
-    Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
-    parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
-    not read the bits of negative and conjugate views, either. Such inputs are copied. cuDNN is on,
-    as at the capture: without it convolutions return another layout.
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
     """
+    from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config
 
     places = gm.graph.find_nodes(op="placeholder")
     examples = [*inputs, *map(val_of, places[len(inputs) :])]  # the kept ones of `passes.frozen`
-    strides = {  # () where one depends on an open size
+    strides = {
         i: x.stride() if all(isinstance(s, int) for s in x.stride()) else ()
         for i, x in enumerate(examples) if isinstance(x, Tensor)
     }  # fmt: skip
@@ -84,12 +79,27 @@ def compiled(
     results: Any = output.args[0]
     seen = [i for i, result in enumerate(results) if isinstance(result, fx.Node)]
     output.meta["user_visible_output_idxs"] = [i for i in seen if visible is None or i < visible]
-    with config.patch(fallback_random=True):
+    # Inductor keeps its programs itself, under a key that `confpred.pytorch.graph_cache` takes.
+    apart = (
+        {"bundled_autograd_cache": False} if hasattr(functorch, "bundled_autograd_cache") else {}
+    )
+    with config.patch(fallback_random=True), functorch.patch(apart):
         compile_fx.record_original_output_strides(gm)
-        run: Run = compile_fx.compile_fx_inner(
+        program = compile_fx.compile_fx_inner(
             gm, examples, static_input_idxs=static, is_backward=kind == "backward",
             is_inference=kind == "inference",
         )  # fmt: skip
+    return program, strides
+
+
+def checked(program: Run, strides: Mapping[int, tuple[int, ...]], written: Sequence[int]) -> Run:
+    """Return a function that runs what `compiled` has returned; it writes to inputs at `written`.
+
+    Inductor's programs refuse inputs that lie in memory otherwise than at the capture, such as
+    parameters that were brought into another layout, which no guard of PyTorch 2.11 sees. They do
+    not read the bits of negative and conjugate views, either. Such inputs are copied. cuDNN is on,
+    as at the capture: without it convolutions return another layout.
+    """
 
     def call(given: list[Any]) -> Any:
         back = []
@@ -105,7 +115,7 @@ def compiled(
         is_on = torch.backends.cudnn.enabled
         torch._C._set_cudnn_enabled(True)
         try:
-            found = run(given)
+            found = program(given)
         finally:
             torch._C._set_cudnn_enabled(is_on)
         for x, copy in back:

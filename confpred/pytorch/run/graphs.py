@@ -184,12 +184,9 @@ class Recording:
         return results
 
 
-def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> Run:
-    """Return a function that replays `gm` as a CUDA graph wherever that is right; the arguments are
-    those of `Graphed`."""
-    reason = why_not(gm)
-    if reason is None and set(arguments["written"]) - set(arguments["static"]):
-        reason = "it writes to an input that is no parameter or buffer"
+def graphed(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
+    """Return a function that replays `plain` as a CUDA graph wherever that is right, unless there
+    is a `reason` why it cannot become one; the arguments are those of `Graphed`."""
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
         arguments["reasons"].add(f"as {reason}")
@@ -197,8 +194,9 @@ def graphed(gm: fx.GraphModule, plain: Run, *, kind: str, **arguments: Any) -> R
     return Graphed(plain, kind=kind, **arguments)
 
 
-def why_not(gm: fx.GraphModule) -> str | None:
-    """Return why `gm` cannot become a CUDA graph, in words; None if it can."""
+def why_not(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
+    """Return why `gm`, which writes to inputs at `written`, cannot become a CUDA graph, in words;
+    None if it can."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
@@ -219,7 +217,10 @@ def why_not(gm: fx.GraphModule) -> str | None:
                 return f"{node.target} may need the host"
             node.meta["val"] = None  # PyTorch's look at it up to 2.11 fails
     node = get_first_incompatible_cudagraph_node(plain)
-    return None if node is None else f"{node.target} cannot be captured"
+    if node is not None:
+        return f"{node.target} cannot be captured"
+    others_too = set(written) - set(static)
+    return "it writes to an input that is no parameter or buffer" if others_too else None
 
 
 class Graphed:

@@ -15,10 +15,10 @@ from confpred.cudnn import plans as plans_module
 from confpred.cudnn.plans import Plans
 from confpred.errors import LaunchError
 from confpred.problem.conv2d import Problem
-from confpred.problem.operation import SCRATCH, Plan
+from confpred.problem.operation import SCRATCH, LibraryPlan
 
 LAYER = Problem(2, 32, 20, 20, 32, 3, 3, padding=1)
-PLAN = Plan("cudnn", "9.19", {"engine": 1})
+PLAN = LibraryPlan("cudnn", "9.19", {"engine": 1})
 NAMES = ("out", "in", "filter", SCRATCH)
 
 

@@ -23,7 +23,7 @@ from confpred.launch.assignment import Assignment
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.problem.operation import Plan
+from confpred.problem.operation import LibraryPlan
 from confpred.pytorch.run import choosing, loading
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
@@ -66,12 +66,12 @@ class Refusing:
     release = "9.19"
 
     def __init__(self, problem: Problem, ordinal: int) -> None:
-        self.tried: list[Plan] = []
+        self.tried: list[LibraryPlan] = []
 
-    def is_of_this_release(self, plan: Plan) -> bool:
+    def is_of_this_release(self, plan: LibraryPlan) -> bool:
         return plan.version == self.release
 
-    def build(self, plan: Plan) -> object:
+    def build(self, plan: LibraryPlan) -> object:
         self.tried.append(plan)
         if self.row is None or plan != FAMILY.launch(NEW, self.row).plan:
             raise LaunchError("cuDNN does not offer the plan for this problem")

@@ -97,11 +97,11 @@ def test_what_differs_is_an_array_and_what_does_not_is_itself():
     assert stride_h.tolist() == stride_w.tolist() == [[1], [1], [2]]
     assert several.padding == (1, 1)
     assert (several.dtype == "float16").tolist() == [[True], [True], [False]]
-    halves = several.each(_halves)
+    halves = several.map(_halves)
     assert (halves.high.tolist(), halves.low) == ([[4], [10], [15]], 4)
     view = several.at(np.array([0, 2, 2]))
     assert view.h.tolist() == [8, 30, 30]
-    assert view.each(_halves).high.tolist() == [4, 15, 15]
+    assert view.map(_halves).high.tolist() == [4, 15, 15]
     assert view.once(lambda p: p.h + p.n).tolist() == [10, 32, 32]
     with pytest.raises(AttributeError):
         _ = several.depth
@@ -109,7 +109,7 @@ def test_what_differs_is_an_array_and_what_does_not_is_itself():
 
 def test_one_problem_keeps_its_numbers():
     one = ProblemBatch([LAYER])
-    assert (one.h, one.stride, one.each(_halves)) == (8, (1, 1), _Half(4, 4))
+    assert (one.h, one.stride, one.map(_halves)) == (8, (1, 1), _Half(4, 4))
     problem, rows = one.pairs(np.arange(3), np.array([True, False, True]))
     assert problem is one
     assert rows.tolist() == [0, 2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import layers_of
 
 from confpred.families.batch import ProblemBatch
-from confpred.families.depthwise.depthwise import _axes
+from confpred.families.depthwise.depthwise import _describe_axes
 from confpred.families.depthwise.depthwise_banded import most_registers
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
@@ -40,7 +40,12 @@ def test_the_axes_describe_the_convolution(problem: Problem) -> None:
     problem = replace(problem, bias=False, residual=False, activation="none")
     sizes = ((problem.h, problem.p, problem.r), (problem.w, problem.q, problem.s))
     for axis, (size, result, window), stride, pad, dilation in zip(
-        _axes(problem), sizes, problem.stride, problem.padding, problem.dilation, strict=True
+        _describe_axes(problem),
+        sizes,
+        problem.stride,
+        problem.padding,
+        problem.dilation,
+        strict=True,
     ):
         x, o, tap = np.ogrid[:size, :result, :window]
         expected = x == o * stride - pad + tap * dilation

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import layers_of
 
-from confpred.families.grouped import axis_of
+from confpred.families.grouped import describe_axis
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import DIRECTIONS, Problem
 from confpred.problem.device import get_device
@@ -56,7 +56,7 @@ def test_a_walk_meets_the_taps_of_the_definition(problem: Problem, axis: int, ba
     """Along one axis, every output is written once, from all inputs and taps that it is made of."""
     sizes = ((problem.h, problem.w)[axis], (problem.p, problem.q)[axis])
     inputs, outputs = sizes if problem.direction == "fprop" else sizes[::-1]
-    walk = axis_of(problem, axis)
+    walk = describe_axis(problem, axis)
     written: list[int] = []
     met = set()
     for lattice in range(walk.out_step):

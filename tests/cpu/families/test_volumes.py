@@ -16,7 +16,7 @@ from ptxas import ARCHS, resources
 
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import families_of, family_named
-from confpred.families.volume.volume import _axes
+from confpred.families.volume.volume import _describe_axes
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import DTYPES
 from confpred.problem.device import KNOWN
@@ -197,7 +197,7 @@ def test_the_axes_describe_the_convolution(direction: str) -> None:
         sizes = zip(problem.input_shape, problem.output_shape, problem.filter_shape, strict=True)
         steps = zip(problem.stride, problem.padding, problem.dilation, strict=True)
         for axis, (size, result, window), (stride, pad, dilation) in zip(
-            _axes(problem), sizes, steps, strict=True
+            _describe_axes(problem), sizes, steps, strict=True
         ):
             x, o, tap = np.ogrid[:size, :result, :window]
             right = x == o * stride - pad + tap * dilation

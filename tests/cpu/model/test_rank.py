@@ -16,7 +16,7 @@ from confpred.model.rank import (
     STAGES,
     Gate,
     Pairs,
-    best_first,
+    order_candidates,
     rank_families,
 )
 from confpred.model.trees import Trees
@@ -148,7 +148,7 @@ def test_families_serve_what_they_were_measured_on(model):
 
 def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
     trees, pairs, cost = pairs_of(model, FINALISTS)
-    ((found, costs),) = best_first(trees, pairs)
+    ((found, costs),) = order_candidates(trees, pairs)
     order = np.lexsort((pairs.rows, cost))
     assert found.tolist() == order.tolist()
     assert costs == pytest.approx(cost[order])  # sums of parts, which may be rounded otherwise
@@ -158,7 +158,7 @@ def test_few_candidates_are_ordered_by_the_whole_ensemble(model):
 def test_a_candidates_cost_depends_on_no_other(model, wanted):
     """Whether a stage leaves candidates out, and whose they are, changes no bit of the others'."""
     trees, pairs, _ = pairs_of(model)
-    ((every, costs),) = best_first(trees, pairs, wanted)
+    ((every, costs),) = order_candidates(trees, pairs, wanted)
     best = np.sort(every[: FINALISTS // 2])
     both = Pairs(
         [0, 1],
@@ -166,7 +166,7 @@ def test_a_candidates_cost_depends_on_no_other(model, wanted):
         np.concatenate([pairs.rows[best], pairs.rows]),
         np.concatenate([pairs.features[best], pairs.features]),
     )
-    (few, mine), (same, theirs) = best_first(trees, both, wanted)
+    (few, mine), (same, theirs) = order_candidates(trees, both, wanted)
     assert best[few].tolist() == every[: len(best)].tolist()
     assert (same - len(best)).tolist() == every.tolist()
     assert mine.tolist() == costs[: len(best)].tolist()
@@ -175,12 +175,12 @@ def test_a_candidates_cost_depends_on_no_other(model, wanted):
 
 def test_those_that_a_stage_leaves_out_come_after_the_others(model):
     trees, pairs, cost = pairs_of(model)
-    ((finalists, costs),) = best_first(trees, pairs)
-    ((every, others),) = best_first(trees, pairs, 10**6)
+    ((finalists, costs),) = order_candidates(trees, pairs)
+    ((every, others),) = order_candidates(trees, pairs, 10**6)
     assert len(finalists) == FINALISTS < STAGES[0][1] < len(every) == len(pairs.rows)
     for _, most in STAGES:
         for wanted in (most, most + 1):
-            ((found, theirs),) = best_first(trees, pairs, wanted)
+            ((found, theirs),) = order_candidates(trees, pairs, wanted)
             assert len(found) >= wanted
             assert found.tolist() == every[: len(found)].tolist()
             assert theirs.tolist() == others[: len(found)].tolist()

@@ -10,7 +10,7 @@ from layers import CONVOLUTIONS
 
 from confpred.errors import ModelError
 from confpred.families.common import Occupancy
-from confpred.families.protocol import Compiled
+from confpred.families.protocol import CompiledFamily
 from confpred.model.features import Pool, Registers, kernels_of, registers_text
 from confpred.problem.conv2d import Kind, Problem
 from confpred.problem.device import get_device
@@ -27,7 +27,7 @@ def table(registers: np.ndarray, problem: Problem = LAYER, rows: np.ndarray = RO
 
 def test_every_family_of_this_package_says_what_its_kernels_are_compiled_for() -> None:
     for family in CONVOLUTIONS.values():
-        assert isinstance(family, Compiled)
+        assert isinstance(family, CompiledFamily)
         assert set(family.kernel_fields) <= set(family.configs.dtype.names)
 
 

@@ -113,7 +113,7 @@ def test_a_predictor_repeats_a_plan_without_a_model(path: Path) -> None:
     models = NewestModels()
     predictor = Predictor(models, read_plan(path, "h100"))
     answers = predictor.choose_many([c.problem for c in CHOICES], "h100")
-    assert models._known == {}, "none was loaded"
+    assert models._values == {}, "none was loaded"
     assert [a.candidate for a in answers] == [c.candidate for c in CHOICES]
     assert {a.source for a in answers} == {"pinned"}
     assert [a.predicted_ms for a in answers] == [c.predicted_ms for c in CHOICES]

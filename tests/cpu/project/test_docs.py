@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,16 +73,43 @@ def test_every_path_on_the_map_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_every_path_in_a_comment_of_a_kernel_exists() -> None:
-    wrong, count = [], 0
-    for kernel in sorted((ROOT / "kernels").glob("*.cu*")):
-        comments = " ".join(re.findall(r"//(.*)", kernel.read_text(encoding="utf-8")))
-        for path in re.findall(r"[\w/]+\.(?:py|cuh?)\b", comments):
-            count += 1
-            if not (ROOT / path if "/" in path else kernel.parent / path).exists():
-                wrong.append(f"{kernel.name}: {path}")
-    assert wrong == []
-    assert count > 20
+_PATH = re.compile(r"(?<![\w./{<$*:-])((?:[\w.-]+/)*[\w-]+\.(?:cuh?|py|md|json|toml))(?![\w/*{])")
+#: Files in examples of commands and folders, which a reader makes.
+EXAMPLES = {"FILE.py", "folder/name.json", "mine.py", "name.cu"}
+
+
+def comments(path: Path) -> Iterator[str]:
+    """Yield the comments of a source, and of Python the docstrings."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL)
+        return
+    for found in tokenize.generate_tokens(io.StringIO(text).readline):
+        if found.type == tokenize.COMMENT:
+            yield found.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_every_path_in_a_comment_exists() -> None:
+    """A path with a folder is of the repository, one without of a source anywhere in it; what is
+    in capitals stands for any name."""
+    tops = ("kernels", "confpred", "service", "benchmarks", "datasets", "examples", "tests")
+    sources = [p for top in tops for p in (ROOT / top).rglob("*") if p.suffix[:3] in (".py", ".cu")]
+    names, read, missing = {path.name for path in sources}, 0, []
+    for path in sources:
+        for word in _PATH.findall("\n".join(comments(path))):
+            anywhere = "/" not in word
+            if word in EXAMPLES or (anywhere and word.endswith((".md", ".json", ".toml"))):
+                continue
+            pattern = re.sub(r"\b[A-Z]+\b", "*", word)
+            bases = (ROOT, path.parent, ROOT / "tests")
+            read += 1
+            if not (word in names if anywhere else any([*b.glob(pattern)] for b in bases)):
+                missing.append(f"{path.relative_to(ROOT)}: {word}")
+    assert missing == []
+    assert read > 200
 
 
 def folders(parent: Path) -> Iterator[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hazards.base import failed_passes
 from torch import Tensor, fx
+from torch._functorch import config as functorch
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
@@ -76,6 +77,7 @@ class Captured:
     asked: list[list[Problem]] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     options: list[backend.Options] = field(default_factory=list)
+    _gm: Any = None
 
     def choose(self, problems: Sequence[Problem]) -> list[Choice]:
         self.asked.append(list(problems))
@@ -90,8 +92,11 @@ class Captured:
         self.options.append(options)
         return self.choose
 
-    def graphed(self, gm: fx.GraphModule, plain: Any, *, kind: str, **told: Any) -> Any:
-        self.passes.append(Pass(kind, gm, told))
+    def why_not(self, gm: fx.GraphModule, *_: Any) -> None:
+        self._gm = gm
+
+    def graphed(self, reason: str | None, plain: Any, *, kind: str, **told: Any) -> Any:
+        self.passes.append(Pass(kind, self._gm, told))
         return plain
 
     def of(self, kind: str) -> Pass:
@@ -106,6 +111,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     seen = Captured()
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
+    monkeypatch.setattr(backend, "why_not", seen.why_not)
     monkeypatch.setattr(backend, "graphed", seen.graphed)  # CUDA graphs need a GPU
     return seen
 
@@ -162,7 +168,8 @@ def nothing_captured(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     # Dynamo sets levels of its own.
     logging.getLogger("confpred").setLevel(logging.NOTSET)
-    with failed_passes() as failures:
+    keeps = request.node.get_closest_marker("keeps_graphs") is not None
+    with failed_passes() as failures, functorch.patch(enable_autograd_cache=keeps):
         yield
     torch._dynamo.reset()
     assert request.node.get_closest_marker("passes_fail") or not failures, failures

@@ -223,7 +223,7 @@ def test_inductor_takes_inputs_of_another_layout() -> None:
     with FakeTensorMode():
         like = torch.empty(2, 3, 5, 5).contiguous(memory_format=LAST)
         gm = make_fx(lambda x: (x.sin(),))(like)
-    run = inductor.compiled(gm, [like], [0], [], None, "inference")
+    run = inductor.checked(*inductor.compiled(gm, [like], [0], None, "inference"), [])
     x = torch.randn(2, 3, 5, 5)
     torch.testing.assert_close(run([x])[0], x.sin())
 

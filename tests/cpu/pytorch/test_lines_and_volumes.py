@@ -17,6 +17,7 @@ from confpred.launch.assignment import Assignment
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.pytorch.backend import confpred as backend
+from confpred.pytorch.rewrite import fusing
 from confpred.pytorch.run import loading
 from confpred.pytorch.run.convolve import Call, backward, forward, layer_of, problem_of
 from confpred.pytorch.run.fold import empty, fold
@@ -304,7 +305,7 @@ def test_explain_describes_every_rank() -> None:
 
 def test_a_filter_that_cannot_be_folded_leaves_a_pass(captured, launches, monkeypatch) -> None:
     # No small network has such filters.
-    monkeypatch.setattr("confpred.pytorch.rewrite.fusing._loses_precision", lambda *_: True)
+    monkeypatch.setattr(fusing, "_fold_of", lambda *_: fusing.Fold((), 0.0, is_lossy=True))
     layer = nn.Conv3d(8, 8, 3, groups=8).to(memory_format=LAST_3D)
     volume = torch.randn(2, 8, 4, 5, 6).contiguous(memory_format=LAST_3D)
     run(nn.Sequential(layer, nn.BatchNorm3d(8), nn.SiLU()), volume)

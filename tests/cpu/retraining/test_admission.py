@@ -15,7 +15,7 @@ from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import content_of, new_rows, operation_in, problem_columns
 from confpred.families.registry import all_operations
 from confpred.model.folder import Model, NewestModels
-from confpred.retraining.admission import Refused, check_shard
+from confpred.retraining.admission import RefusedShard, check_shard
 
 ROOT = Path(__file__).parents[3]
 PARTS = sorted(path for path in (ROOT / "datasets").rglob("part-*.parquet"))
@@ -86,7 +86,7 @@ def test_times_in_another_order_are_refused(tmp_path: Path, models: dict[str, Mo
         ms[at] = ms[rng.permutation(at)]
     at = table.schema.get_field_index("time_ms")
     pq.write_table(table.set_column(at, "time_ms", pa.array(ms)), file)
-    with pytest.raises(Refused, match="in another order than"):
+    with pytest.raises(RefusedShard, match="in another order than"):
         check_shard(file, models, [])
 
 

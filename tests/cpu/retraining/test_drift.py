@@ -16,7 +16,7 @@ from confpred.data.measurements import Run
 from confpred.errors import DataError
 from confpred.model.folder import Best, Model, load_model
 from confpred.retraining.drift import Drift, draw, time_again
-from confpred.sampler.run import Settings
+from confpred.sampler.run import Sampling
 
 RUN = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "580.1", "13.0", "test")
 
@@ -36,7 +36,7 @@ def model(model_folder: Path) -> Model:
 
 
 def timed(model: Model, **changes) -> Drift:
-    settings = Settings(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
+    settings = Sampling(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
     options = {"count": 24, "seed": 0, "cudnn": "9.19.0"} | changes
     run = replace(RUN, driver=options.pop("driver", RUN.driver))
     return time_again(model, {0: run}, settings, **options)

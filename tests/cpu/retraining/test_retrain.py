@@ -26,14 +26,14 @@ from confpred.retraining import offers
 from confpred.retraining.offers import to_judge_by, to_learn_from
 from confpred.retraining.retrain import (
     Pair,
-    Report,
     Request,
+    RetrainingReport,
     check_suite,
     compare,
     pairs_of,
     retrain,
 )
-from confpred.sampler.run import Settings
+from confpred.sampler.run import Sampling
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
@@ -73,7 +73,7 @@ def published(first: Path, places: Path) -> Path:
 
 
 def request_of(folder: Path, device: Device = BOARD, **changes) -> Request:
-    settings = Settings(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
+    settings = Sampling(processes=1, compile=recorded_jobs.COMPILE, measure=recorded_jobs.MEASURE)
     run = Run(os.urandom(4).hex(), device.key, device.product, "580.1", "13.0", "test")
     made = Request(device, {0: run}, SUITE, 3600.0, (), folder / "session", settings, SMALL)
     return replace(made, **changes)
@@ -139,11 +139,11 @@ def test_a_model_that_is_no_better_is_not_published_and_the_old_one_stays(
 
 def test_the_verdict_is_told_with_its_reason(tmp_path: Path) -> None:
     none, better = compare([]), replace(compare([]), better=True, why="it is faster")
-    assert verdict_lines(Report(none, None, None)) == [
+    assert verdict_lines(RetrainingReport(none, None, None)) == [
         f"not published: against PyTorch's operator, {none.why}",
         "PyTorch's operator stays in use",
     ]
-    assert verdict_lines(Report(better, tmp_path, "h100-1")) == [
+    assert verdict_lines(RetrainingReport(better, tmp_path, "h100-1")) == [
         "published: against model h100-1, it is faster",
         f"in use from now on: {tmp_path}",
     ]

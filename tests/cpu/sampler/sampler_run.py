@@ -16,7 +16,7 @@ from confpred.data.measurements import Run
 from confpred.data.parquet import read
 from confpred.data.suites import Entry, Suite, read_suite
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.sampler.run import Here, Settings, Tally, sample
+from confpred.sampler.run import Here, Sampling, Tally, sample
 
 
 def suite_of(count: int) -> Suite:
@@ -29,7 +29,7 @@ def run(suite: Suite, folder: Path, *devices: str, **settings) -> Tally:
     """Sample on GPUs that are not there."""
     chosen = {"pytorch": False, "compile": sampler_jobs.COMPILE} | settings
     found = runs(secrets.token_hex(4), *(devices or ["h100"]))  # named as by `find_gpus`
-    return sample(suite, folder, Here(found, Settings(**chosen)), Settings(**chosen))
+    return sample(suite, folder, Here(found, Sampling(**chosen)), Sampling(**chosen))
 
 
 def rows(folder: Path, kind: str = "rows") -> list[dict]:
@@ -45,6 +45,6 @@ def runs(run_id: str, *devices: str) -> dict[int, Run]:
 if __name__ == "__main__":
     suite, folder = read_suite(Path(sys.argv[1])), Path(sys.argv[2])
     functions = {"compile": sampler_jobs.COMPILE, "measure": sampler_jobs.SLOWLY}
-    settings = Settings(configs=3, processes=2, pytorch=False, **functions)
+    settings = Sampling(configs=3, processes=2, pytorch=False, **functions)
     engine = Here(runs("slow", "h100"), settings)
     sys.exit(sample_and_report(suite, folder, engine, settings))

@@ -12,6 +12,6 @@ from confpred.sampler import run, store
 
 if __name__ == "__main__":
     run.find_gpus = lambda gpus: runs(secrets.token_hex(4), "h100")
-    run.Settings = partial(run.Settings, measure=sampler_jobs.ONCE_SENT)
+    run.Sampling = partial(run.Sampling, measure=sampler_jobs.ONCE_SENT)
     store.FLUSH_SECONDS = transfer._LOOK_S = 0.1
     main()

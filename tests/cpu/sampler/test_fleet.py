@@ -23,7 +23,7 @@ from served import eventually
 from confpred.cuda.compiler import compile_kernel, compiled_before
 from confpred.errors import InvalidInput
 from confpred.problem.device import get_device
-from confpred.sampler.run import Here, Settings, Tally, sample
+from confpred.sampler.run import Here, Sampling, Tally, sample
 from confpred.sampler.tasks import Choosing, Task, Unit, plan
 
 ray = pytest.importorskip("ray")
@@ -52,10 +52,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ray.shutdown()
 
 
-def chosen(**changes) -> Settings:
+def chosen(**changes) -> Sampling:
     own = {"configs": CONFIGS, "processes": 0, "pytorch": False, "silence_s": 60.0}
     functions = {"compile": fleet_jobs.COMPILE, "measure": fleet_jobs.MEASURE}
-    return Settings(**own | functions | changes)
+    return Sampling(**own | functions | changes)
 
 
 def run(folder: Path, suite=SUITE, describe=fleet_jobs.DESCRIBE, kind=None, **changes) -> Tally:

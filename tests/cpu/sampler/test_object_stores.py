@@ -30,7 +30,7 @@ from confpred.data.remote import LEASE_S, Lease, RemoteFolder, folder_at
 from confpred.errors import ConfpredError, DataError, FolderBusy, InvalidInput, StorageError
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.sampler import store as stores
-from confpred.sampler.run import Here, Settings, Tally, sample
+from confpred.sampler.run import Here, Sampling, Tally, sample
 from confpred.sampler.store import open_store
 
 
@@ -74,7 +74,7 @@ def poor(tmp_path) -> Iterator[RemoteFolder]:
 
 def run(folder, count: int = 4, **changes) -> Tally:
     own = {"configs": 2, "processes": 0, "pytorch": False, "measure": fleet_jobs.MEASURE}
-    settings = Settings(**own | changes)
+    settings = Sampling(**own | changes)
     run_id = changes.get("run_id", f"r{count}")
     return sample(suite_of(count), folder, Here(runs(run_id, "h100"), settings), settings)
 

@@ -19,7 +19,7 @@ from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import families_of
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.sampler.progress import duration, state, summary
-from confpred.sampler.run import Settings, Tally
+from confpred.sampler.run import Sampling, Tally
 from confpred.training.dataset import data_files
 
 
@@ -99,7 +99,7 @@ def test_a_ray_cluster_that_is_not_there_is_an_error(address, message):
     from confpred.sampler.fleet import Fleet
 
     with pytest.raises(ConfpredError, match=f"^{re.escape(message)}"):
-        Fleet(Settings(), address)
+        Fleet(Sampling(), address)
 
 
 @pytest.mark.parametrize("target", ["all.parquet", "parts"])

@@ -26,7 +26,7 @@ from confpred.errors import ConfpredError, InvalidInput, LaunchError
 from confpred.families.registry import all_families, config_ids
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
-from confpred.sampler.run import Settings, Tally, anchors_off
+from confpred.sampler.run import Sampling, Tally, anchors_off
 from confpred.sampler.store import open_store
 from confpred.sampler.tasks import Choosing, plan
 
@@ -105,7 +105,7 @@ def test_a_second_round_measures_what_the_first_did_not(tmp_path):
 
 @pytest.mark.slow(reason="a hang is waited for")
 def test_crash_hang_and_error_cost_one_config_each(tmp_path, monkeypatch):
-    (task, *_) = plan(SUITE, get_device("h100"), Settings(configs=CONFIGS), {})
+    (task, *_) = plan(SUITE, get_device("h100"), Sampling(configs=CONFIGS), {})
     crash, hang, error = task.config_ids[1:4]
     faults = {str(crash): "crash", str(hang): "hang", str(error): "error"}
     monkeypatch.setenv("FAULTS", json.dumps(faults))

@@ -32,7 +32,7 @@ from confpred.sampler.tasks import (
     FORMAT,
     HEURISTICS,
     Choosing,
-    Measured,
+    RowKey,
     Task,
     plan,
     read_anchors,
@@ -67,7 +67,7 @@ def test_pytorchs_operator_is_planned_in_each_mode_that_is_missing():
         found = left(measured, cudnn_modes=wanted)
         return [t.cudnn_mode for t in found if (t.provider, t.problem) == (PYTORCH, LAYERS[0])]
 
-    where = Measured(LAYERS[0], PYTORCH, "")
+    where = RowKey(LAYERS[0], PYTORCH, "")
     assert modes({}) == [BENCHMARK, HEURISTICS]
     assert modes({}, (HEURISTICS,)) == [HEURISTICS]
     assert modes({where: {BENCHMARK}}) == [HEURISTICS]

@@ -29,7 +29,7 @@ from confpred.families.registry import config_ids
 from confpred.problem.conv import CONV
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.sampler.store import FLUSH_ROWS, open_store
-from confpred.sampler.tasks import Measured
+from confpred.sampler.tasks import RowKey
 from confpred.training.dataset import data_files
 
 
@@ -104,9 +104,9 @@ def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
         found = store.measured("h100")
     three, words = replace(LAYER, n=3), list(config_ids("grouped_fprop"))
     assert found == {
-        Measured(LAYER, "grouped_fprop", "f" * 16): {words[3], words[4]},
-        Measured(three, "grouped_fprop", "f" * 16): {words[3]},
-        Measured(three, "grouped_fprop", "e" * 16): {words[3]},
+        RowKey(LAYER, "grouped_fprop", "f" * 16): {words[3], words[4]},
+        RowKey(three, "grouped_fprop", "f" * 16): {words[3]},
+        RowKey(three, "grouped_fprop", "e" * 16): {words[3]},
     }
 
 

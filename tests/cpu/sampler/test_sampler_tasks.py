@@ -12,7 +12,7 @@ from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families, config_words
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
-from confpred.sampler.tasks import Choosing, Measured, part_of, plan
+from confpred.sampler.tasks import Choosing, RowKey, part_of, plan
 
 DEVICE = get_device("h100")
 FAMILY = all_families()["grouped_fprop"]
@@ -92,11 +92,11 @@ def test_what_is_measured_is_left_out_unless_the_kernel_changed():
     suite = Suite("one", SUITE.entries[:1])
     (whole,) = tasks(suite)
     have = {config_words(Candidate(FAMILY.name, row)) for row in whole.config_ids[::2]}
-    now = Measured(LAYERS[0], FAMILY.name, whole.source_digest)
+    now = RowKey(LAYERS[0], FAMILY.name, whole.source_digest)
     (rest,) = tasks(suite, measured={now: have})
     assert rest.config_ids == whole.config_ids[1::2]
-    before = Measured(LAYERS[0], FAMILY.name, "0123456789abcdef")
+    before = RowKey(LAYERS[0], FAMILY.name, "0123456789abcdef")
     assert tasks(suite, measured={before: have}) == [whole]
     everything = {config_words(Candidate(FAMILY.name, row)) for row in whole.config_ids}
-    done = {now: everything, Measured(LAYERS[0], PYTORCH, ""): {""}}
+    done = {now: everything, RowKey(LAYERS[0], PYTORCH, ""): {""}}
     assert tasks(suite, measured=done, pytorch=True) == []

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from confpred.sampler.worker import Done, Failed, Worker
+from confpred.sampler.worker import Done, Failed, JobProcess
 
 
 def double(job, report):
@@ -50,7 +50,7 @@ def worker_of():
     workers = []
 
     def make(function, silence_s=30.0):
-        workers.append(Worker(f"{__name__}:{function.__name__}", silence_s))
+        workers.append(JobProcess(f"{__name__}:{function.__name__}", silence_s))
         return workers[-1]
 
     yield make

@@ -36,7 +36,7 @@ from confpred.measure.timing import Outcome
 from confpred.model.folder import Model, NewestModels
 from confpred.problem.device import get_device
 from confpred.problem.norm import BATCH_NORM, BatchNorm
-from confpred.retraining.admission import Refused, check_shard
+from confpred.retraining.admission import RefusedShard, check_shard
 from confpred.service import Settings
 from confpred.service.app import create_app
 
@@ -181,7 +181,7 @@ def test_a_lie_is_refused_with_its_reason(
 ) -> None:
     change, reason = LIES[kind]
     (tmp_path / "part-a.parquet").write_bytes(whole(change(own)))
-    with pytest.raises(Refused, match=re.escape(reason)):
+    with pytest.raises(RefusedShard, match=re.escape(reason)):
         check_shard(tmp_path / "part-a.parquet", models, [])
 
 

@@ -31,7 +31,7 @@ from confpred.data.parquet import schema
 from confpred.errors import InvalidInput, ModelError
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.retraining import exchanged
-from confpred.retraining.exchanged import Outcome
+from confpred.retraining.exchanged import Retrained
 from confpred.retraining.retrain import Verdict
 from confpred.service import Settings, keeper
 from confpred.service.exchange import Exchange
@@ -301,10 +301,10 @@ def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
 
     def trained(
         data: object, models: object, out: Path, *, device: str, facts: Any, **how: object
-    ) -> Outcome:
+    ) -> Retrained:
         card = {"created": f"{next(years)}-01-01", **facts}
         copy_model(model_folder, out, **card | (BOARD if device == "board" else {}))
-        return Outcome(device, Verdict(device != "no better", "made up", 10, 3), None)
+        return Retrained(device, Verdict(device != "no better", "made up", 10, 3), None)
 
     # Training eight models would take an hour.
     monkeypatch.setattr(exchanged, "retrain_from", trained)

@@ -10,7 +10,7 @@ from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.training.calibrate import CAP, MIN_PROBLEMS, Answer
-from confpred.training.cross_validate import HeldOut, Offered, answered
+from confpred.training.cross_validate import CrossValidation, Offered, answered
 
 H100, H200 = get_device("h100"), get_device("h200")
 OURS = Candidate("grouped_fprop", 0)
@@ -31,7 +31,7 @@ def offered(
     return Offered(fold, device, answer, ahead, expected)
 
 
-def chosen(found: HeldOut) -> list[Candidate]:
+def chosen(found: CrossValidation) -> list[Candidate]:
     return [answer.chosen for answer in found.answers]
 
 

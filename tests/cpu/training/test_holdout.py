@@ -18,10 +18,10 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.training import holdout
-from confpred.training.dataset import Timings, across_sittings, read_dataset
+from confpred.training.dataset import Timings, noise_across_runs, read_dataset
 from confpred.training.holdout import (
     EITHER,
-    Bounds,
+    Coverage,
     Spread,
     check_unseen,
     judge_holdout,
@@ -46,13 +46,13 @@ def anchors_file(held_file) -> Path:
 
 
 def test_noise_across_runs_is_that_of_the_same_config(held_file, anchors_file):
-    noise = across_sittings([anchors_file], CONVOLUTION, "h100")
+    noise = noise_across_runs([anchors_file], CONVOLUTION, "h100")
     assert (noise.runs, noise.repeated) == (3, 2)
     off = np.log([1.0, 1.0, 1.02])
     assert noise.deviation == pytest.approx(off.std(ddof=1))
     assert noise.largest == pytest.approx(np.log(1.02) * 2 / 3)
     with pytest.raises(DataError, match="no config of h100 was timed in two runs"):
-        across_sittings([held_file], CONVOLUTION, "h100")
+        noise_across_runs([held_file], CONVOLUTION, "h100")
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def measured(times, ranking, pytorch):
         for place, row in enumerate(ranking)
     )
     timings = (Timings(LAYER, ("net",), "grouped_fprop", rows, ms, ms, H100),)
-    return holdout._Measured(LAYER, ("net",), timings, candidates, pytorch, choices)
+    return holdout._Ranked(LAYER, ("net",), timings, candidates, pytorch, choices)
 
 
 def test_an_answer_of_ours_is_judged_by_the_best_of_all():
@@ -207,5 +207,5 @@ def test_summaries_have_the_figures_of_their_names():
     assert (spread.worst, spread.efficiency_min) == (2.0, 0.5)
     assert spread.efficiency_mean == pytest.approx(0.825)
     assert spread.far == 0.5
-    bounds = Bounds.of([(1.0, 1.1), (1.2, 1.1), (1.1, 1.1)])
+    bounds = Coverage.of([(1.0, 1.1), (1.2, 1.1), (1.1, 1.1)])
     assert (bounds.problems, bounds.covered, bounds.median) == (3, pytest.approx(2 / 3), 1.1)

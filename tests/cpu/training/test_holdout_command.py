@@ -63,9 +63,9 @@ def test_the_hold_out_alone_needs_no_cross_validation(measurements, model_folder
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--holdout-only",), "with a --holdout, and without --plot"),
-        (("--holdout-only", "--holdout", "DATA", "--plot", "a.png"), "and without --plot"),
-        (("--model", "MODEL"), "a model to be judged by a --holdout"),
+        (("--holdout-only",), "--holdout-only needs --holdout, and draws no --plot"),
+        (("--holdout-only", "--holdout", "DATA", "--plot", "a.png"), "draws no --plot"),
+        (("--model", "MODEL"), "--model needs --holdout, which judges it"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(measurements, model_folder, words, message):

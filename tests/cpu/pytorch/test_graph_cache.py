@@ -1,0 +1,188 @@
+"""PyTorch's cache of compiled graphs: what was kept runs as what was compiled."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layers import H100
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import confpred
+from confpred.predict.predictor import Predictor
+from confpred.pytorch import backend, graph_cache
+from confpred.pytorch.run import choosing
+
+LAST = torch.channels_last
+pytestmark = pytest.mark.keeps_graphs
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def on_h100(captured: Any, launches: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Captures as on an H100, whose model the package has; choices are still given."""
+    monkeypatch.setattr(choosing, "device_of", lambda ordinal: H100)
+    monkeypatch.setattr(graph_cache, "_ordinals", lambda inputs: {0})
+    monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)
+    return captured
+
+
+def network(training: bool = False) -> nn.Module:
+    """Convolutions alone: Inductor calls PyTorch's operators and compiles no program in C++."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(8, 16, 3, groups=8), nn.Conv2d(16, 16, 3, groups=16)
+    return nn.Sequential(*layers).to(memory_format=LAST).train(training)
+
+
+def image() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 8, 9, 9).contiguous(memory_format=LAST)
+
+
+def results(model: nn.Module, **options: Any) -> list[Tensor]:
+    """Results of an optimized copy of `model`, and gradients in training."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(model)
+    confpred.optimize(model, inductor=True, **options)
+    with torch.set_grad_enabled(model.training):
+        out = model(image())
+    if not model.training:
+        return [out]
+    out.square().sum().backward()
+    return [out, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def hits() -> tuple[int, int]:
+    """How many graphs were kept, and how many found, since the last call."""
+    counted = counters.pop("aot_autograd", {})
+    return counted.get("autograd_cache_saved", 0), counted.get("autograd_cache_hit", 0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_kept_graph_is_found_and_right(training: bool) -> None:
+    model = network(training)
+    first = results(model)
+    assert hits() == (1, 0)
+    second = results(model)
+    assert hits() == (0, 1)
+    plain = copy.deepcopy(model)
+    out = plain(image())
+    out.square().sum().backward()
+    eager = [out, *(p.grad for p in plain.parameters())]
+    for a, b, c in zip(first, second, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close(b, c)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_and_choices_are_as_they_were(on_h100: Any, training: bool) -> None:
+    model, seen = network(training), []
+    for expected in ((1, 0), (0, 1)):
+        asked = len(on_h100.asked)
+        with choosing.watch_choices(seen.append):
+            results(model)
+        assert hits() == expected
+        assert (len(on_h100.asked) > asked) == (expected == (1, 0))  # a kept graph asks nobody
+    captures = [on_h100.passes[i].told for i in range(len(on_h100.passes))]
+    half = len(captures) // 2
+    for first, second in zip(captures[:half], captures[half:], strict=True):
+        for name in ("device", "static", "written", "visible"):
+            assert first[name] == second[name], name
+
+
+def layers_of(model: nn.Module, x: Tensor) -> tuple[Any, tuple[int, int]]:
+    """What `confpred.status` says of a copy of `model` after a call, and `hits`."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(model)
+    confpred.optimize(model, inductor=True)
+    with torch.no_grad():
+        model(x)
+    found = confpred.status(model)
+    return (found.providers, found.left, found.compilers, found.replay), hits()
+
+
+def test_status_knows_the_layers_of_a_kept_graph(on_h100: Any) -> None:
+    (first, kept), (second, again) = layers_of(network(), image()), layers_of(network(), image())
+    assert (kept, again) == ((1, 0), (0, 1))
+    assert first == second
+    assert sum(first[0].values()) == 2
+
+
+def test_a_filter_that_can_no_longer_be_folded_is_seen(on_h100: Any) -> None:
+    """PyTorch's key knows sizes and dtypes of parameters, not their values."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8)
+    model = nn.Sequential(*layers).half().to(memory_format=LAST).eval()
+    lossy = copy.deepcopy(model)
+    lossy[1].weight.data[0], lossy[1].running_var[0] = 60000, 1e-4
+    (first, kept), (second, again), (third, other) = (
+        layers_of(net, image().half()) for net in (model, model, lossy)
+    )
+    assert (kept, again, other) == ((1, 0), (0, 1), (0, 0))
+    assert first == second
+    assert first != third
+
+
+def test_what_inductor_has_lost_is_compiled_again(tmp_path: Path) -> None:
+    first = results(network())
+    assert hits() == (1, 0)
+    shutil.rmtree(tmp_path / "fxgraph")
+    torch.testing.assert_close(results(network()), first)
+    assert hits()[1] == 0
+
+
+@pytest.mark.parametrize("options", [{"verify": 1}, {"freeze": True}, {"verify": "network"}])
+def test_measured_choices_and_frozen_weights_are_not_kept(options: dict[str, Any]) -> None:
+    results(network(), **options)
+    assert hits() == (0, 0)
+
+
+def test_a_backward_pass_that_nobody_asks_for_is_not_compiled() -> None:
+    model = network()
+    confpred.optimize(model, inductor=True)
+    model(image())
+    assert [text.partition(":")[0] for text in confpred.status(model).replay] == ["forward"]
+    assert hits() == (0, 0)
+
+
+def test_the_key_covers_what_choices_depend_on(on_h100: Any, monkeypatch: Any) -> None:
+    options, x = backend.Options(), [image()]
+    find = lambda o=options, training=False: graph_cache.identity_of(o, x, training)  # noqa: E731
+    keys = {find(), find(backend.Options(max_regret=1.1))}
+    for name in ("benchmark", "deterministic", "allow_tf32"):
+        with torch.backends.cudnn.flags(**{name: not getattr(torch.backends.cudnn, name)}):
+            keys.add(find())
+    with torch.backends.cudnn.flags(enabled=False):
+        keys.add(find())
+    monkeypatch.setattr(graph_cache, "_sources", lambda: "others")
+    keys.add(find())
+    monkeypatch.setitem(choosing._predictors, "conv2d", Predictor.load("models/h200-2026.11.25"))
+    assert find() is None  # no model of this device
+    assert None not in keys
+    assert len(keys) == 7
+
+
+def test_choices_of_others_are_not_kept(on_h100: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Served(Predictor):
+        """Asks a service."""
+
+    served = Served(choosing.current_predictor().models)
+    monkeypatch.setitem(choosing._predictors, "conv2d", served)
+    assert graph_cache.identity_of(backend.Options(), [image()], False) is None
+
+
+def test_open_sizes_are_not_kept() -> None:
+    model = network()
+    confpred.optimize(model, inductor=True, dynamic=True)
+    with torch.no_grad():
+        model(image())
+    assert hits() == (0, 0)
