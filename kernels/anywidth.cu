@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     const u32 stages = shared_address(shared);
     const u32 kept_filter = stages + STAGES * STAGE_BYTES;  // of one pass
 
-    // ---- Place of the block and of a tile
+    // ---- Position of the block and of a tile
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warp_g = warp / GROUP_WARPS, warp_m = warp / WARPS_K % WARPS_M, warp_k = warp % WARPS_K;
     const int part = blockIdx.x % (K_BLOCKS * group_blocks);
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) anywidth(
     }
 
     // ---- Fragments
-    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". A step takes two pieces:
+    // Fragment layouts are those of the PTX manual, "Matrix Fragments for mma.m16n8k16". A step takes two chunks:
     // the upper half of the lanes fetches the second one of the pixels, and each second eight that of the filter.
     const int fragment_row = lane / 4, fragment_column = lane % 4 * 2;
     const bool second_in = lane / 16, second_filter = lane / 8 % 2;

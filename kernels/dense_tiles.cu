@@ -17,7 +17,7 @@
 //
 // The filter of a block's channels is brought into shared memory once, and stays there while the block goes from tile
 // to tile. All of `in` that a tile needs, all channels and the halo around it, is brought there at once too, and
-// each tap of the window reads it at another place: so an input pixel crosses L2 once for a tile, not R * S times.
+// each tap of the filter reads it at another offset: so an input pixel crosses L2 once for a tile, not R * S times.
 //
 //      in, tile + halo      filter row by row        out, tile
 //      +-----------+        +---+---+---+            +-------+
@@ -31,12 +31,12 @@
 // Parts:
 //   block   BLOCK_K channels of `out`, of tile after tile
 //   warp    WARP_TILES tiles of 16 pixels by WARP_CHANNELS channels, in registers
-//   thread  fragments of mma.m16n8k16, and pieces of 16 bytes of the copies
+//   thread  fragments of mma.m16n8k16, and chunks of 16 bytes of the copies
 //
 // Bound: bytes for 1x1 filters and few channels, the tensor cores for 3x3 filters of 64 channels. A fragment of `in`
 // serves the N_TILES products of a warp, so wide warps read shared memory less.
 //
-// Instructions: mma.sync, as taps read a tile at 9 or more places, each a plain address for ldmatrix; wgmma would
+// Instructions: mma.sync, as taps read a tile at 9 or more offsets, each a plain address for ldmatrix; wgmma would
 // need a tile in its own layout for each tap, and a library has such kernels for many channels. cp.async brings the
 // next tile while this one is multiplied.
 //
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     u8* const out_shared = shared + BUFFERS * TILE_BYTES;
     const u32 in_shared = shared_address(shared), filter_shared = shared_address(out_shared + OUT_BYTES);
 
-    // ---- Place of the block and of a tile
+    // ---- Position of the block and of a tile
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int k0 = blockIdx.x % k_blocks * BLOCK_K;

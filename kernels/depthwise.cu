@@ -40,7 +40,7 @@
 //   warp    no part of its own
 //
 // Bound: bytes up to 5x5 filters: an H100 has the time of some 40 multiply-adds of float32 in that of the 4 bytes of
-// an output of float16. Larger windows are bound by these multiply-adds, of which the floor does not know.
+// an output of float16. Larger filters are bound by these multiply-adds, of which the floor does not know.
 //
 // Instructions: float32 multiply-adds, since tensor cores have nothing to share between channels; depthwise_banded.cu
 // makes them, where strides and channels allow. Loads go through the L1 cache, which has the halo, straight to
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     int band_groups, int bands, int q_tiles, int c_tiles, int lanes_c, int tiles_at_once) {
     extern __shared__ __align__(16) float filter_shared[];
 
-    // ---- Place of the thread
+    // ---- Position of the thread
     const int lane_c = threadIdx.x % lanes_c, c_tile = blockIdx.x % c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;
     const int lane_tile = threadIdx.x / lanes_c;

@@ -61,12 +61,12 @@
 //   thread  fragments of mma.m16n8k16 and the filter's B in registers, and items of 8 channels by two columns of the
 //           copies
 //
-// Bound: bytes. A 7x7 window takes 112 multiply-adds of tensor cores an output, 0.11 clocks of a multiprocessor; by
+// Bound: bytes. A 7x7 filter takes 112 multiply-adds of tensor cores an output, 0.11 clocks of a multiprocessor; by
 // ordinary arithmetic 0.38, and the 4 bytes of an output take 0.3.
 //
 // Instructions: mma with zeros in B, which takes R steps whatever S is, needs less of a multiprocessor's time than
-// float32 multiply-adds from 3x3 windows on. cp.async goes to stages of a thread's own, because channels have to
-// change places with columns on the way, which no copy does by itself.
+// float32 multiply-adds from 3x3 filters on. cp.async goes to stages of a thread's own, because channels have to
+// are exchanged with columns on the way, which no copy does by itself.
 //
 // Share of the floor:
 //   depthwise_banded_dgrad on NVIDIA H100 80GB HBM3, 2026-11-23
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const stages = out_shared + 2 * Out::BUFFER;
     u8* const filter_shared = stages + STAGES * In::STAGE;
 
-    // ---- Place of the block
+    // ---- Position of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then bands: what they share of a
     // DRAM page or of a halo is then still in L2.

@@ -90,7 +90,7 @@ struct Planes {
     }
 };
 
-// Pieces that a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
+// Chunks that a thread copies at once: 8 channels (`piece`) of a pair of columns of a row of a run.
 struct Place {
     int piece, pair, run, row;
     int image, p0, q0;  // where the run begins: its image, counted from image0, and its first row and column

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     u8* const grad_shared = in_shared + 2 * In::BUFFER;
     u8* const stages = grad_shared + 2 * Grad::BUFFER;
 
-    // ---- Place of the block
+    // ---- Position of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int c_tile = blockIdx.x % c_tiles, split = blockIdx.x / c_tiles;
     const int c0 = c_tile * BLOCK_C;
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const int steps = (tiles - split + splits - 1) / splits * tile_steps;
 
     // ---- Items of this thread
-    // The tile and step that are loaded next, and the places of this thread's items in that tile.
+    // The tile and step that are loaded next, and the positions of this thread's items in that tile.
     int load_tile = split, load_step = 0;
     const u16 *in_step = in, *grad_step = out_grad;  // its rows, of the tile's first image
     int in_offset[In::ITEMS], in_y[In::ITEMS], grad_offset[Grad::ITEMS], grad_row[Grad::ITEMS], grad_rows[Grad::ITEMS];

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     extern __shared__ __align__(16) u8 shared[];
     u16* const filter_shared = reinterpret_cast<u16*>(shared + GROUPS * GROUP);
 
-    // ---- Place of the block
+    // ---- Position of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     // Neighbouring blocks take neighbouring channels, then columns, then rows: what they share of a sector or
     // of a halo is then still in L2.

@@ -36,7 +36,7 @@
 //   thread  BLOCK_R filter rows of VEC channels, whose sums are registers, of TILE_Q columns at a time
 //   warp    no part of its own
 //
-// Bound: bytes for windows up to 5x5, as in depthwise.cu. BLOCK_R S VEC sums are in registers, so that large windows
+// Bound: bytes for filters up to 5x5, as in depthwise.cu. BLOCK_R S VEC sums are in registers, so that large filters
 // leave few threads to wait for memory together.
 //
 // Instructions: float32 multiply-adds and loads of VEC channels straight to registers; depthwise_banded_wgrad.cu has

@@ -32,7 +32,7 @@
 // memory and written, 16 bytes a thread, coalesced over channels, during the next step: one barrier a
 // step orders loads, arithmetic and stores.
 //
-// Changes that a stride makes (each axis by itself; the drawing's window has R = 3):
+// Changes that a stride makes (each axis by itself; the drawing's filter has R = 3):
 //
 //   fprop, stride 2: an input row meets every second filter row.
 //        input row 2i     ----+---- filter rows 0, 2 --> output rows i, i - 1
@@ -49,7 +49,7 @@
 // Parts:
 //   block   BLOCK_C channels of BLOCK_N images by BLOCK_Q columns, down a band of rows
 //   warp    WARP_CHANNELS channels of WARP_TILES tiles of 16 pixels
-//   thread  fragments of mma.m16n8k16, and LOADS and STORES pieces of 16 bytes
+//   thread  fragments of mma.m16n8k16, and LOADS and STORES chunks of 16 bytes
 //
 // Bound: bytes up to groups of 32 channels or so: a 3x3 filter does 4.5 FLOP a byte and channel of a group, and an
 // H100 has 257 FLOP in the time of a byte.
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     u8* const residual_shared = out_shared + OUT_ROWS * OUT_BYTES;
     const u32 filter_shared = shared_address(residual_shared + (HAS_RESIDUAL ? STAGES * OUT_BYTES : 0));
 
-    // ---- Place of the block
+    // ---- Position of the block
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
     const int warp_c = warp % WARPS_C, warp_m = warp / WARPS_C;
 
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     const int steps = UP_H == 2 ? (rows + R - 1) / 2 : DOWN_H * (rows - 1) + R;
 
     // ---- Copies
-    // This thread's copies of each step: LOADS pieces of 16 bytes, always of the same channels.
+    // This thread's copies of each step: LOADS chunks of 16 bytes, always of the same channels.
     const int piece = tid % CHUNKS;
     const bool piece_valid = c0 + 8 * piece < c;
     const u16* const in_block = in + static_cast<i64>(n0) * h * w * c + c0 + 8 * piece;

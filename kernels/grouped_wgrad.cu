@@ -46,7 +46,7 @@
 // Parts:
 //   block   BLOCK_K gradient channels, down a slice of rows, BLOCK_N images by BLOCK_Q columns wide
 //   warp    WARP_K of these channels by 16 input channels (or 8, of two taps) of WARP_TILES tiles of 16 pixels
-//   thread  fragments of mma.m16n8k16, and pieces of 16 bytes of the copies
+//   thread  fragments of mma.m16n8k16, and chunks of 16 bytes of the copies
 //
 // Bound: bytes up to groups of 32 channels or so, as in grouped_rows.cu.
 //
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     extern __shared__ __align__(16) u8 shared[];
     const u32 stages = shared_address(shared);
 
-    // ---- Place of the block
+    // ---- Position of the block
     const int tid = threadIdx.x, lane = tid % 32;
     int warp = tid / 32;
     const int warp_c = warp % WARPS_C; warp /= WARPS_C;
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     const int first_row = part / q_tiles * slice_rows;  // of all lattices' rows, one after another
 
     // ---- Copies
-    // This thread's copies of each step: pieces of 16 bytes, always of the same channels.
+    // This thread's copies of each step: chunks of 16 bytes, always of the same channels.
     const int in_piece = tid % IN_CHUNKS, grad_piece = tid % GRAD_CHUNKS;
     const int first_x = q0 * STRIDE_W * column_step - pad_w;
     int in_offset[IN_LOADS], grad_offset[GRAD_LOADS];

@@ -17,13 +17,13 @@
 //
 // Parts:
 //   block   columns (y) of pixels in turns (x)
-//   thread  VECTOR channels of one place in the window, of every pixel that is its turn
+//   thread  VECTOR channels of one tap of the patch, of every pixel that is its turn
 //   warp    no part of its own
 //
 // Bound: bytes, it writes R S times what it reads. The shares are of the layer, so with the product that follows, by
 // cuBLAS, whose floor is arithmetic.
 //
-// Instructions: plain loads and stores of 16 bytes: what windows share comes out of the L1 and L2 caches, so shared
+// Instructions: plain loads and stores of 16 bytes: what patches share comes out of the L1 and L2 caches, so shared
 // memory would only add a copy.
 //
 // Share of the floor:

@@ -28,8 +28,8 @@
 // Compile-time: DTYPE, FROM, TO, VECTOR, THREADS, ALIGNED (rows of matrices are whole vectors), ACTIVATION, HAS_BIAS.
 //
 // Parts:
-//   block   THREADS neighbouring places
-//   thread  VECTOR columns of the same place in each quarter
+//   block   THREADS neighbouring positions
+//   thread  VECTOR columns of the same position in each quarter
 //   warp    no part of its own
 //
 // Bound: bytes, for this kernel. The shares are of the whole chain of layers, so of the products between these

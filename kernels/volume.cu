@@ -36,11 +36,11 @@
 //
 // Parts:
 //   block   lanes_c neighbours along channels by block_q by block_p tiles
-//   thread  VEC channels of TILE_P x TILE_Q places of a band of planes
+//   thread  VEC channels of TILE_P x TILE_Q pixels of a band of planes
 //   warp    no part of its own
 //
 // Bound: bytes in the floor; in fact the issue of instructions. At 3x3x3 some 45 are issued an output, 58 to 66 % of
-// them multiply-adds: 0.35 clocks of a multiprocessor, where the 4 bytes take 0.3. A 3x5x5 window takes 0.6 by its
+// them multiply-adds: 0.35 clocks of a multiprocessor, where the 4 bytes take 0.3. A 3x5x5 filter takes 0.6 by its
 // multiply-adds alone.
 //
 // Instructions: float32 multiply-adds, as in depthwise.cu: channels share nothing that tensor cores could multiply.
@@ -89,7 +89,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     int lanes_c, int block_p, int block_q) {
     extern __shared__ __align__(16) float filter_shared[];
 
-    // ---- Place of the thread
+    // ---- Position of the thread
     const int lane_c = threadIdx.x % lanes_c, lane_tile = threadIdx.x / lanes_c;
     const int c_tile = blockIdx.x % c_tiles, block = blockIdx.x / c_tiles;
     const int k0 = (c_tile * lanes_c + lane_c) * VEC;

@@ -28,7 +28,7 @@
 //
 // Parts:
 //   block   lanes_c neighbours along channels by PLANE_GROUPS by tiles, of a split of these
-//   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q places at a
+//   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q pixels at a
 //           time
 //
 // Bound: bytes in the floor; in fact the issue of instructions, 55 % of them multiply-adds at 3x3x3, by the few

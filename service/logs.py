@@ -137,7 +137,7 @@ class Json(logging.Formatter):
 def configure(settings: Settings, process: str) -> None:
     """Log as `settings` require; `process` names this process in JSON lines."""
     logging.raiseExceptions = False  # else a bad line is reported by a blocking write
-    # For speed, as the documentation of logging advises: no line has the place of its call.
+    # For speed, as the documentation of logging advises: no line says where it was called.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)

@@ -1,7 +1,7 @@
 """Counts of requests, replies, workers and reloads, and the text of ``/metrics``.
 
 Each process counts for itself: numbers by key, which is a metric's name and its labels. Workers
-send theirs to the supervisor, which adds them up (`Totals`).
+send their counts to the supervisor, which adds them up (`Totals`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def image_scalars(problem: Problem) -> dict[str, int]:
 
 
 def ceil_div(size: Any, piece: Any) -> Any:
-    """Return how many pieces `size` takes; for integers, of which `piece` is positive. Floats
+    """Return how many parts `size` takes; for integers, of which `piece` is positive. Floats
     divide arrays in half of the time, and without an error: below 2^53 no quotient is rounded to a
     whole number that it is not."""
     if isinstance(size, np.ndarray) or isinstance(piece, np.ndarray):
@@ -154,7 +154,7 @@ def allowed(reduction: Array, problem: Any) -> Mask:
 
 def distinct_bands(size: int, bands: Array) -> Mask:
     """Return which counts of bands to offer for `size` rows. A band has at least two rows, because
-    a band of one row would read a whole window to make it; and half as many bands must be larger
+    a band of one row would read all filter rows for it; and half as many bands must be larger
     ones, or the launch would be the same."""
     rows = ceil_div(size, bands)
     return (bands == 1) | ((rows >= 2) & (rows < ceil_div(size, np.maximum(bands // 2, 1))))
@@ -163,7 +163,7 @@ def distinct_bands(size: int, bands: Array) -> Mask:
 def well_filled(least: int, *tiles: tuple[Any, Any]) -> Mask:
     """Return which tiles to offer, from pairs of a tile's size along an axis and the size that it
     covers there. A tile twice as large as what it covers does the work of a smaller one, slower;
-    the smallest tiles, of at most `least` places, are always offered."""
+    the smallest tiles, of at most `least` slots, are always offered."""
     filled: Mask = reduce(np.logical_and, (size < 2 * covered for size, covered in tiles))
     return filled | (reduce(np.multiply, (size for size, _ in tiles)) <= least)
 

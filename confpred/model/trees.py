@@ -48,7 +48,7 @@ _HEADER = re.compile(rb"tree\n(?:\w+(?:=.*)?\n)*?feature_names=(.+)\n")
 _PARAMETERS = b"num_threads=1 verbosity=-1"
 #: One ensemble at a time, as LightGBM's number of threads is set for it and set back.
 _parsing = threading.Lock()
-#: Where LightGBM writes the number of values, which nobody reads: one place for all calls.
+#: Where LightGBM writes the number of values, which nobody reads: one address for all calls.
 _count = ctypes.byref(ctypes.c_int64())
 
 
@@ -253,7 +253,7 @@ def _fields(lines: Sequence[bytes]) -> dict[bytes, list[bytes]]:
                 raise ModelError(f"the trees have {name.decode(errors='replace')} twice")
             fields[name] = [line[len(name) + 1 :] for line in lines[place::stride]]
         if any(other != name for other in names[place::stride]):
-            raise ModelError(f"not all trees have {name.decode(errors='replace')} in one place")
+            raise ModelError(f"not all trees have {name.decode(errors='replace')} at one position")
     for name in sorted(_NEEDED - fields.keys()):
         raise ModelError(f"the trees have no {name.decode()}")
     return fields

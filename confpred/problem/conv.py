@@ -321,7 +321,7 @@ class ConvNd(Record):
         )
 
     def to_texts(self) -> dict[str, str]:
-        """Return the texts of all fields, sizes first, each axis in its place."""
+        """Return the texts of all fields, sizes first, each axis at its position."""
         fields = super().to_texts()
         texts = {name: fields[name] for name in dict.fromkeys((*"ncdhwktrs", *fields))}
         for name in _NEUTRAL:

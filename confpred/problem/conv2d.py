@@ -224,8 +224,8 @@ def output_size(size: int, filter_size: int, stride: int, padding: int, dilation
 def places_read(
     size: int, outputs: int, taps: int, stride: int, padding: int, dilation: int
 ) -> int:
-    """Return how many of `size` places along an axis lie under some tap of some window."""
-    if dilation == 1 and stride <= taps:  # windows meet: all from the first to the last place
+    """Return how many of `size` pixels along an axis lie under a tap for some output."""
+    if dilation == 1 and stride <= taps:  # patches overlap: all from the first to the last place
         return max(min((outputs - 1) * stride + taps - padding, size), 0)
     read = _repeated(_repeated(1, stride, outputs), dilation, taps)  # bit 0: first padded row
     return (read >> padding & (1 << size) - 1).bit_count()

@@ -118,7 +118,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     """Return what the rewriting of a graph depends on beside what PyTorch's key covers.
 
     None where that cannot be said, as with open sizes, several GPUs, and choices by a service or by
-    measurements; and where a backward pass may never be asked for, as it is compiled with the rest.
+    measurements; and where a backward pass may never be needed: both are compiled at once.
     """
     if not should_use_local_autograd_cache():
         return None

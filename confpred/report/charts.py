@@ -121,7 +121,7 @@ def _size(families: Families) -> tuple[float, float]:
 def _lines(
     axes: Any, families: Families
 ) -> Iterator[tuple[str, Sequence[Group], list[float], str]]:
-    """Yield each evaluation, its groups, their places among the lines of the families, and a
+    """Yield each evaluation, its groups, their positions among the lines of the families, and a
     colour."""
     names = _names(families)
     axes.set_yticks(range(len(names)), names)
@@ -200,7 +200,7 @@ _TITLE_WIDTH, _CONFIG_WIDTH = 100, 56  # characters on one line
 
 def plot_explanation(explanation: LayerExplanation, path: Path, *, replace: bool = True) -> None:
     """Write a PNG, or an SVG where the name of `path` ends in ``.svg``: the candidates' expected
-    times beside PyTorch's and the roofline, the reasons for the choice, and the layer's place under
+    times beside PyTorch's and the roofline, the reasons for the choice, and the layer's point under
     the roofline. For `replace`, see `write_whole`.
 
     Raises:

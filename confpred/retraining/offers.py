@@ -75,7 +75,7 @@ def plan(
     offers: Sequence[Offer], measured: Sequence[NDArray[np.float64]], costs: Costs, budget_s: float
 ) -> list[int]:
     """Return which of `offers` to measure, the most worth a second first, until `budget_s` is
-    spent, compilations included; the last one may exceed it. `measured` are the places of problems
+    spent, compilations included; the last one may exceed it. `measured` are coordinates of problems
     that were measured before."""
     if not offers:
         return []
@@ -182,8 +182,8 @@ def tasks_to_judge(entry: Entry, candidates: Iterable[Candidate]) -> list[Task]:
 
 
 def _scaled(problems: Sequence[Record], device: Device) -> Callable[[Record], NDArray[np.float64]]:
-    """Return a function from a problem to its place: the operation's features, each divided by its
-    spread over `problems`."""
+    """Return a function from a problem to coordinates: the operation's features, each divided by
+    its spread over `problems`."""
 
     def features(problem: Record) -> NDArray[np.float64]:
         (row,) = operation_of(problem).features(problem, device).astype(np.float64)

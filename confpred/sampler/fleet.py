@@ -64,8 +64,8 @@ _BEGUN, _ALIVE = "begun", "alive"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place of an actor: its host and GPU in words, Ray's id of the host, and the columns that its
-    rows share."""
+    """Location of an actor: its host and GPU in words, Ray's id of the host, and the columns that
+    its rows share."""
 
     name: str
     node: str
@@ -89,7 +89,7 @@ class Actor:
         self._measuring = threading.Lock()
 
     def site(self) -> Site:
-        """Return the actor's place; raises as `confpred.sampler.run.find_gpus`."""
+        """Return the actor's location; raises as `confpred.sampler.run.find_gpus`."""
         module, _, name = self._describe.partition(":")
         ((ordinal, run),) = getattr(import_module(module), name)("all").items()
         with self._measuring:  # a call that the driver counts as lost may still run
@@ -206,7 +206,7 @@ class RayGpu:
         name: host and number of the GPU, once the actor has started.
         run: the columns that its rows share; another run after Ray restarts the actor elsewhere.
         units: units that were sent and have not ended.
-        site: place of its actor; None while the actor starts.
+        site: location of its actor; None while the actor starts.
     """
 
     def __init__(self, fleet: Fleet, number: int) -> None:
@@ -294,7 +294,7 @@ class RayGpu:
         return lost
 
     def _ask(self) -> None:
-        """Ask the actor, which is starting, for its place."""
+        """Ask the actor, which is starting, for its location."""
         self.site, self._since = None, time.monotonic()
         self._asked = self._actor.site.remote()
 

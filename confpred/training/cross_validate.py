@@ -206,7 +206,7 @@ class Offered:
     ours: Answer  # the answer without PyTorch's operator
     #: Expected time of the measured first choice over that of the best legal config.
     ahead: float
-    log_ratio: float | None  # expected log(PyTorch's time / ours); None without a regressor
+    log_ratio: float | None  # expected log(PyTorch's time / confpred's); None without a regressor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +291,7 @@ def _offered(
 
 
 def answered(offered: Sequence[Offered], device: Device) -> CrossValidation:
-    """Place PyTorch's operator in the answers of `offered`, and return those of `device`."""
+    """Rank PyTorch's operator in the answers of `offered`, and return those of `device`."""
     numbers = sorted({o.fold for o in offered})
     margins_without = {n: _margins([o for o in offered if o.fold != n]) for n in numbers}
     answers = (_answer(o, margins_without[o.fold]) for o in offered if o.device == device)

@@ -98,7 +98,7 @@ class HoldoutVerdict:
     #: ``EITHER`` is the faster mode of each problem.
     slower: Mapping[str, int]
     bounds: Mapping[str, Coverage]  # of ``all``, and by the provider of the answer
-    unmeasured: int  # first choices that could not be timed; the next one counts in their place
+    unmeasured: int  # first choices that could not be timed; the next one counts instead
     #: By k, geometric mean and 95 % quantile of `ours` if only k random configs of each family were
     #: measured, and chosen among.
     thinned: Mapping[str, tuple[float, float]]

@@ -51,7 +51,7 @@ class DepthwiseAxis:
         cls, direction: str, size: int, result: int, window: int, stride: int, pad: int,
         dilation: int,
     ) -> DepthwiseAxis:  # fmt: skip
-        """Return the axis of a layer, whose input has `size` places and whose output `result`."""
+        """Return the axis of a layer, whose input has `size` pixels and whose output `result`."""
         if direction == "fprop":
             return cls(size, result, window, 1, stride, dilation, pad, 0)
         # The filter is reversed, so what was a distance to the left is one to the right.

@@ -209,7 +209,7 @@ def padding_read(problem: Problem) -> tuple[int, int]:
 
 
 def _above(problem: Problem) -> int:
-    """Return the rows of padding above the image that a window meets."""
+    """Return the rows of padding above the image that a filter meets."""
     return min(max(padding_read(problem)[0], 0), problem.r - 1)
 
 

@@ -132,7 +132,7 @@ class DepthwiseBandedWgrad(banded.Banded):
             + 16 * w.grad_items
             + 49
         )
-        # Instructions that a warp issues in a step: products, fragments with the window's slide,
+        # Instructions that a warp issues in a step: products, fragments with register moves,
         # copies, and others.
         copies = 28 * (w.in_items + w.grad_items)
         w.work = w.products + fragments * (4 + 2 * r) + copies + 20

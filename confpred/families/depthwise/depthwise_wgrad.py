@@ -162,7 +162,7 @@ class DepthwiseWgrad(Tabled):
             + problem.bias * vec
             + 32
         ).astype(np.int64)
-        # Instructions that a thread issues in one step: products, conversions, the window's slide,
+        # Instructions that a thread issues in one step: products, conversions, register moves,
         # addresses, and others.
         w.thread_step = (
             w.sums * tile_q + inputs + 2 * outputs + 4 * (stride_h * w.in_x + tile_q) + 30

@@ -160,7 +160,7 @@ class VolumeWgrad(Described):
             + 36
         ).astype(np.int64)
         t["max_registers"] = volume.bound(t["registers"])
-        # Instructions that a thread issues in one step: products, conversions, the window's slide,
+        # Instructions that a thread issues in one step: products, conversions, register moves,
         # loads and their addresses, and others.
         t["thread_step"] = (
             t["sums"] * tile_p * tile_q

@@ -47,7 +47,7 @@ def fuse(
         choose, wishes: choose for it; the latter for tensors of other sizes, too.
         inputs: of the graph, or none where their values are not known.
         folds: gets what is seen of the values.
-        device: that Inductor compiles the rest for; None where it does not.
+        device: that Inductor compiles other operations for; None where it does not.
     """
     found = causal.serve(graph, choose, wishes, fuses=True)
     placeholders = graph.find_nodes(op="placeholder")
@@ -231,7 +231,7 @@ def _spell_out(norm: Any) -> None:
 
 
 class Fold(NamedTuple):
-    """A convolution and its norm that are to be folded: places of the norm's weight (or None), of
+    """A convolution and its norm that are to be folded: indices of the norm's weight (or None), of
     its variance and of the filter among a graph's inputs, the norm's epsilon, and whether the
     folded filter is one that float16 cannot hold."""
 

@@ -61,10 +61,10 @@ def decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 def compiled(
     gm: fx.GraphModule, inputs: Sequence[Any], static: Sequence[int], visible: int | None, kind: str
 ) -> tuple[Any, dict[int, tuple[int, ...]]]:
-    """Return `gm` compiled by Inductor, and the strides of its inputs by their places, () where one
+    """Return `gm` compiled by Inductor, and the strides of its inputs by their index, () where one
     depends on an open size; the arguments are those of `confpred.pytorch.run.graphs.Graphed`.
 
-    PyTorch's operators draw random numbers, as a CUDA graph's replays know only of theirs.
+    PyTorch's operators draw random numbers, as a CUDA graph's replays know only these.
     """
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config
