@@ -26,8 +26,8 @@ from confpred.retraining import offers
 from confpred.retraining.offers import to_judge_by, to_learn_from
 from confpred.retraining.retrain import (
     Pair,
-    RetrainingReport,
     Request,
+    RetrainingReport,
     check_suite,
     compare,
     pairs_of,
