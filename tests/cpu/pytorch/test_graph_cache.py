@@ -100,11 +100,7 @@ def test_layers_and_choices_are_as_they_were(on_h100: Any, training: bool) -> No
 
 
 def layers_of(model: nn.Module, x: Tensor) -> tuple[Any, tuple[int, int]]:
-<<<<<<< HEAD
-    """Return what `confpred.status` says of a copy of `model` after a call, and `hits`."""
-=======
     """Return the text of `confpred.status` of a copy of `model` after a call, and `hits`."""
->>>>>>> cbc3b558a167660dbf887c1f482e5263e3d7757e
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     confpred.optimize(model, inductor=True)
