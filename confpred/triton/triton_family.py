@@ -28,6 +28,8 @@ from confpred.triton.source import Source
 
 #: Functions of the arguments in the key and of the config's, by the name of the feature.
 Functions = Mapping[str, Callable[..., float]]
+#: Values of the names of a key that are texts or dtypes.
+Choices = Mapping[str, Sequence[object]]
 _COUNTS = ("num_warps", "num_stages", "num_ctas")
 _DTYPES = tuple(SIZES)
 _WARP = 32
@@ -42,22 +44,27 @@ class Call:
         launch: launches the config of a row of the table once, and returns what Triton compiled.
         compile: compiles it into Triton's cache.
         tensors: PyTorch's tensors of the call, by argument.
+        expected: returns the right contents of some of them; None where nobody knows them.
     """
 
     launch: Callable[[int], Any]
     compile: Callable[[int], object]
     tensors: Mapping[str, Any]
+    expected: Callable[[], Mapping[str, Any]] | None = None
 
 
 class TritonOperation:
     """The calls of one kernel. Its operands are known when it is called, and by nobody before."""
 
-    def __init__(self, name: str, key: Sequence[str]) -> None:
+    def __init__(self, name: str, key: Sequence[str], choices: Choices | None = None) -> None:
         self.name = name
-        self.problem: type[KernelCall] = call_record(name, key)
+        self.problem: type[KernelCall] = call_record(name, key, choices)
+        words = self.problem.WORDS
+        self._integers = [each for each in key if each not in dict(words)]
         self.feature_names: tuple[str, ...] = (
-            *(f"log_{each}" for each in key),
-            *(f"aligned_{each}" for each in key),
+            *(f"log_{each}" for each in self._integers),
+            *(f"aligned_{each}" for each in self._integers),
+            *(f"{each}_{word}" for each, several in words for word in several),
             *("dtype", "itemsize", "log_elements"),
         )
 
@@ -67,11 +74,14 @@ class TritonOperation:
 
     def features(self, problem: KernelCall, device: Device) -> NDArray[np.float32]:
         """Logarithms are to base 2; Triton compiles a kernel apart where a size is a multiple of
-        16, ``aligned``."""
-        logs = np.log2(problem.sizes)
-        aligned = [getattr(problem, name) % 16 == 0 for name in problem.KEY]
+        16, ``aligned``. A word is a column of its own, as words have no order."""
+        values = [getattr(problem, name) for name in self._integers]
+        logs = np.log2(np.maximum(values, 1))
+        aligned = [value % 16 == 0 for value in values]
+        words = [getattr(problem, n) == word for n, several in problem.WORDS for word in several]
         dtype = _DTYPES.index(problem.dtypes[0])
-        row = (*logs, *aligned, dtype, problem.itemsize, logs.sum())
+        elements = np.log2(problem.sizes).sum()
+        row = (*logs, *aligned, *words, dtype, problem.itemsize, elements)
         return np.array([row], np.float32)
 
     def reference(self, problem: Record, output: str) -> NoReturn:
@@ -94,12 +104,13 @@ class TritonFamily:
         version: Triton's.
         extra: further features.
         example: makes a call for a problem, to be measured.
+        choices: the values of names of the key that are texts or dtypes.
 
     Attributes:
         kwargs: `configs`, each once; their places are the rows of the config table.
 
     Raises:
-        InvalidInput: a name of the key cannot be a field of a problem.
+        InvalidInput: a name of the key cannot be a field of a problem, or a choice no word.
     """
 
     def __init__(
@@ -111,13 +122,14 @@ class TritonFamily:
         version: str,
         extra: Functions | None = None,
         example: Callable[[KernelCall], Call] | None = None,
+        choices: Choices | None = None,
     ) -> None:
         self.name, self.key, self.version, self.digest = name, tuple(key), version, source.digest
-        self.operation = TritonOperation(name, key)
+        self.operation = TritonOperation(name, key, choices)
         self._extra, self._example = dict(extra or {}), example
         self._fields = tuple(dict.fromkeys(field for config in configs for field in config))
         self.kwargs, self.configs = _table(self._fields, configs)
-        self._axes = axes_of(self.key, self._tiles())
+        self._axes = axes_of(self.operation.problem.SIZES, self._tiles())
         self._looped = source.looped
         self.feature_names: tuple[str, ...] = (
             *self.operation.feature_names,

@@ -86,6 +86,16 @@ def test_features_follow_from_names_and_sizes() -> None:
     assert found["ratio"] == pytest.approx(100 / 128)
 
 
+def test_words_are_columns_and_strides_have_no_tiles() -> None:
+    key, choices = ("M", "stride_m", "ACT"), {"ACT": ["relu", "gelu"]}
+    configs = [{"BLOCK_M": 16}, {"BLOCK_M": 32}]
+    family = TritonFamily("gated", key, configs, NO_LOOPS, "3.0", choices=choices)
+    found = features(family, "M=64 stride_m=4096 ACT=gelu")
+    assert (found["ACT_relu"], found["ACT_gelu"]) == (0, 1)
+    assert (found["log_stride_m"], found["log_elements"], found["log_programs"]) == (12, 6, 2)
+    assert check_family(family, DEVICE).breaches == ()
+
+
 def kernel(x, size, BLOCK: int):
     """Text that does not count."""
     for start in range(0, size, BLOCK):  # nor does a comment
