@@ -41,7 +41,8 @@ def tuned(
     Args:
         configs, key, prune_configs_by, reset_to_zero, restore_value: as of ``triton.autotune``. The
             values of `key` must be integers, truth values or of `choices`, or no model is asked.
-            Strides in `key` have ``stride`` in their names. The members ``perf_model`` and ``top_k`` of `prune_configs_by` count only where no model does.
+            Strides in `key` have ``stride`` in their names. The members ``perf_model`` and
+            ``top_k`` of `prune_configs_by` count only where no model does.
         model: folder of a model for this kernel, or of several, one a GPU model; a relative one
             lies beside the file of the kernel.
         top_k: how many of the first predicted configs to time at a new shape; 1 times none.

@@ -37,6 +37,8 @@ def test_a_run_of_a_kernel_is_planned(tmp_path: Path) -> None:
     assert told[1].split() == ["32", "of", "adding"]
     ranges = (f"{TESTS}/tuned_kernels.py:adding", "--ranges", "size=16:65536", "--problems", 9)
     assert sample(tmp_path, *ranges, "--plan", "h100")[0] == "9 problems on h100, 144 rows:"
+    halves = (sample(tmp_path, *ranges, "--plan", "h100", "--part", f"{i}/2")[0] for i in (1, 2))
+    assert [line.split()[0] for line in halves] == ["5", "4"]
     (wrong,) = sample(tmp_path, *kernel, "--plan", "h100", shapes=[{"size": 64}, {"sizes": 1}])
     assert "shapes.json: problems[1].sizes=1 is not allowed; allowed: a field" in wrong
 
