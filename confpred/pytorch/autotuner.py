@@ -38,7 +38,7 @@ from confpred.measure.timing import Outcome
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
-from confpred.triton.problem import KernelCall, joined, word_of
+from confpred.triton.problem import KernelCall, leading, word_of
 from confpred.triton.source import plain_function, source_of
 from confpred.triton.triton_family import Call, Choices, Functions, TritonFamily, config_key
 
@@ -231,7 +231,7 @@ class Tuned(Autotuner):
                 name: word_of(value) if name in record.CHOICES else operator.index(value)
                 for name, value in values.items()
             }
-            call: KernelCall = record(**fields, dtype=joined(dtypes or ["float16"]))
+            call: KernelCall = record(**fields, dtype=leading(dtypes or ["float16"]))
             return call
         except (TypeError, InvalidInput) as error:
             self._say(f"its key is not described by integers and choices ({error})")
@@ -273,11 +273,14 @@ class Tuned(Autotuner):
         with self._capture() as calls:
             self._example(**problem.to_json())
         for args, kwargs in calls:
-            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            named = self._named((args, kwargs))
             if self.call_of(named) == problem:
                 break
         else:
-            allowed = f"a function that calls {self.family.name} for {problem}"
+            made = " and ".join(str(self.call_of(named)) for named in map(self._named, calls))
+            allowed = (
+                f"a function that calls {self.family.name} for {problem}, not {made or 'never'}"
+            )
             raise InvalidInput("example", self._example, allowed)
 
         def launch(row: int) -> Any:
@@ -294,6 +297,9 @@ class Tuned(Autotuner):
         tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
         reference = self._reference
         return Call(launch, compiled, tensors, reference and partial(reference, **arguments))
+
+    def _named(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+        return {**dict(zip(self.arg_names, call[0], strict=False)), **call[1]}
 
     @contextmanager
     def _capture(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:

@@ -10,7 +10,7 @@ from itertools import combinations
 from math import prod
 from typing import Any, ClassVar
 
-from confpred.errors import InvalidInput, InvalidProblem, nearest
+from confpred.errors import InvalidInput, nearest
 from confpred.problem.record import ITEMSIZES, OTHER_NAMES, Record
 
 #: Dtypes of tensors, and the bytes of an element.
@@ -18,6 +18,7 @@ SIZES: Mapping[str, int] = {
     **ITEMSIZES,
     "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
 _MOST = 2**31 - 1
 #: The words of names in a key.
@@ -27,9 +28,9 @@ Words = tuple[tuple[str, tuple[str, ...]], ...]
 @dataclass(frozen=True, slots=True)
 class KernelCall(Record):
     """A call of a Triton kernel. `call_record` adds a field for each name of the kernel's key: an
-    integer, or a truth value as 0 or 1, or one of some words. The field ``dtype`` is that of all
-    tensors, or where they differ of each tensor in the order of the arguments, with commas between
-    them.
+    integer, or a truth value as 0 or 1, or one of some words. The field ``dtype`` is that of the
+    first tensor that has floating point, or else of the first one: it decides those of the others
+    mostly.
 
     Attributes:
         KERNEL, KEY: the kernel's name, and the names of its key.
@@ -42,23 +43,10 @@ class KernelCall(Record):
     SIZES: ClassVar[tuple[str, ...]] = ()
     WORDS: ClassVar[Words] = ()
 
-    @classmethod
-    def _checked(cls, name: str, value: object) -> object:
-        if name != "dtype":
-            return super(KernelCall, cls)._checked(name, value)
-        if not isinstance(value, str) or not set(value.split(",")) <= SIZES.keys():
-            raise InvalidProblem(name, value, f"{' or '.join(SIZES)}, or several with commas")
-        return value
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the tensors, or the one that all have."""
-        return tuple(self.dtype.split(","))
-
     @property
     def itemsize(self) -> int:
-        """Bytes of the largest element."""
-        return max(SIZES[dtype] for dtype in self.dtypes)
+        """Bytes of an element."""
+        return SIZES[self.dtype]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -144,6 +132,6 @@ def word_of(value: object) -> str:
     return OTHER_NAMES.get(text, text)
 
 
-def joined(dtypes: Sequence[str]) -> str:
-    """Return the dtypes of tensors, in order, as the field ``dtype`` has them."""
-    return dtypes[0] if len(set(dtypes)) == 1 else ",".join(dtypes)
+def leading(dtypes: Sequence[str]) -> str:
+    """Return what the field ``dtype`` holds for tensors of these, in the order of the arguments."""
+    return next((dtype for dtype in dtypes if "float" in dtype), dtypes[0])

@@ -79,7 +79,7 @@ class TritonOperation:
         logs = np.log2(np.maximum(values, 1))
         aligned = [value % 16 == 0 for value in values]
         words = [getattr(problem, n) == word for n, several in problem.WORDS for word in several]
-        dtype = _DTYPES.index(problem.dtypes[0])
+        dtype = _DTYPES.index(problem.dtype)
         elements = np.log2(problem.sizes).sum()
         row = (*logs, *aligned, *words, dtype, problem.itemsize, elements)
         return np.array([row], np.float32)
@@ -266,7 +266,8 @@ def axes_of(key: Sequence[str], tiles: Sequence[str]) -> tuple[tuple[str, str], 
 
 def _matches(axis: str, name: str) -> bool:
     words = [*name.upper().split("_"), name.upper().replace("_", "")]
-    return bool(axis) and (axis in words or f"{axis}NUMEL" in words)
+    names = {axis, f"{axis}S", f"{axis}NUMEL"}  # such as ROW of n_rows
+    return bool(axis) and not names.isdisjoint(words)
 
 
 def config_key(config: Mapping[str, Any]) -> tuple[Any, ...]:
