@@ -1,4 +1,4 @@
-"""The job of a made-up GPU for the Triton kernel of ``made_up_kernel``: its times are the true ones,
+"""The job of a made-up GPU for the Triton kernel of ``made_up_kernel``: its times are true ones,
 ``$SLOWER`` times as long."""
 
 from __future__ import annotations

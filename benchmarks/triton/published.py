@@ -1,5 +1,5 @@
-"""Six Triton kernels, five of them of packages that others publish: imported, given configs of their
-tile sizes, warps and stages, and an example. ``CONFPRED_FAMILIES=published`` makes them known.
+"""Six Triton kernels, five of them of packages of others: imported, given configs of their tile
+sizes, warps and stages, and an example. ``CONFPRED_FAMILIES=published`` makes them known.
 
     kernel               of                          | the choice
     expert_product       written here                | grouped product of experts
@@ -50,7 +50,7 @@ def of(*shape: int, dtype: str) -> torch.Tensor:
 _BLOCKS = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 
 
-def expert_example(tokens: int, experts: int, N: int, K: int, dtype: str) -> None:  # noqa: N803
+def expert_example(tokens: int, experts: int, N: int, K: int, dtype: str) -> None:
     """Experts of random popularity, as of a router that is not balanced."""
     generator = torch.Generator().manual_seed(tokens + experts)
     weights = torch.rand(experts, generator=generator) + 0.1
@@ -109,7 +109,7 @@ def expert_product(
         tl.store(out + m[:, None] * N + n[None, :], total.to(out.dtype.element_ty), mask=in_out)
 
 
-def attention_example(T: int, HQ: int, K: int, dtype: str) -> None:  # noqa: N803
+def attention_example(T: int, HQ: int, K: int, dtype: str) -> None:
     q, k, v, do, dk, dv = (of(1, T, HQ, K, dtype=dtype) for _ in range(6))
     scores = torch.full(
         (1, T, HQ), 10.0, device=_DEVICE
@@ -149,7 +149,7 @@ def norm_example(n_rows: int, n_cols: int, dtype: str) -> None:
     )  # fmt: skip
 
 
-def norm_reference(X_ptr, dY_ptr, W_ptr, RSTD_ptr, **_):  # noqa: N803
+def norm_reference(X_ptr, dY_ptr, W_ptr, RSTD_ptr, **_):
     scaled = dY_ptr.double() * W_ptr.double()
     x, rstd = X_ptr.double(), RSTD_ptr.double()[:, None]
     return {"dX_ptr": rstd * (scaled - rstd**2 * (scaled * x).mean(1, keepdim=True) * x)}
@@ -167,7 +167,7 @@ rms_norm_backward = confpred.tuned(
 )(rms_norm._block_rms_norm_backward_kernel)
 
 
-def logsumexp_example(B: int, V: int, D: int, dtype: str) -> None:  # noqa: N803
+def logsumexp_example(B: int, V: int, D: int, dtype: str) -> None:
     e, c = of(B, D, dtype=dtype), of(V, D, dtype=dtype) / D**0.5
     lse = torch.full((B,), -float("inf"), device=_DEVICE)
     locks = torch.zeros(triton.cdiv(B, 128), dtype=torch.uint32, device=_DEVICE)
@@ -176,7 +176,7 @@ def logsumexp_example(B: int, V: int, D: int, dtype: str) -> None:  # noqa: N803
     ](e, c, lse, None, locks, None, None, B, V, D, D, 1, D, 1, 1, 1, num_locks=len(locks), B_BIN=0)
 
 
-def logsumexp_reference(E, C, **_):  # noqa: N803
+def logsumexp_reference(E, C, **_):
     return {"LSE": torch.logsumexp(E.float() @ C.float().T, 1)}
 
 
@@ -193,7 +193,7 @@ logsumexp_of_linear = confpred.tuned(
 )(cce_lse_forward._cce_lse_forward_kernel.fn)  # fmt: skip
 
 
-def states_example(T: int, H: int, K: int, V: int, dtype: str) -> None:  # noqa: N803
+def states_example(T: int, H: int, K: int, V: int, dtype: str) -> None:
     block = 64
     k, v = of(1, T, H, K, dtype=dtype), of(1, T, H, V, dtype=dtype)
     h = torch.zeros(1, triton.cdiv(T, block), H, K, V, device=_DEVICE, dtype=k.dtype)
@@ -213,7 +213,7 @@ states = confpred.tuned(
 )(with_heuristics(chunk_h.chunk_fwd_kernel_h))
 
 
-def two_bit_example(M: int, N: int, K: int, dtype: str) -> None:  # noqa: N803
+def two_bit_example(M: int, N: int, K: int, dtype: str) -> None:
     a = torch.randint(-128, 128, (M, K), dtype=torch.int8, device=_DEVICE)
     b = torch.randint(0, 256, (K // 4, N), dtype=torch.uint8, device=_DEVICE)
     mm_int8int2.matmul_kernel = two_bit_product

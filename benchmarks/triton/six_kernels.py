@@ -76,7 +76,7 @@ def judge(folder: Path) -> dict[str, Any]:
 
 
 def overall(kernels: dict[str, Any]) -> dict[str, Any]:
-    """Return geometric means over the kernels: of the model's regret, and of its rivals' over it."""
+    """Return geometric means over the kernels: of regrets, and of the rivals' over the model's."""
 
     def mean(method: str, figure: str = "geomean") -> float:
         logs = [np.log(kernel["methods"][method][figure]) for kernel in kernels.values()]

@@ -221,7 +221,7 @@ def sample(
     if kernel is not None and (shapes is None) != (ranges is None) and not suite_files:
         family = kernel_at(kernel)
         suite, families = calls_of(family, shapes, ranges, problems, seed), (family.name,)
-    elif kernel is shapes is ranges is None and suite_files:
+    elif kernel is None and shapes is None and ranges is None and suite_files:
         suite = join([read_suite(file) for file in suite_files])
     else:
         allowed = "--suite FILE, or KERNEL with --shapes FILE or --ranges"
