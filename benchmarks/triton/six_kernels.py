@@ -1,4 +1,4 @@
-"""What a model brings to six Triton kernels, beside what people use without one.
+"""The gain of a model for six Triton kernels, over the ways that people have without one.
 
     confpred plus the packages of published.py, without their dependencies but einops; on a GPU:
     python -m benchmarks.triton.six_kernels --sample runs [--only states] [--budget 55s]

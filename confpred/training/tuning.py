@@ -1,4 +1,4 @@
-"""Judges of what people have in the place of a model for a Triton kernel: a list of configs that is
+"""Judges of the ways to choose a Triton kernel's config without a model: a list of configs that is
 tried at each new shape, the best config of the nearest shape in a file, and any config."""
 
 from __future__ import annotations

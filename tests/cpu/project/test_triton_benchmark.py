@@ -22,6 +22,16 @@ def test_the_mean_of_all_kernels_is_geometric() -> None:
     assert found["over nearest measured shape"] == pytest.approx(1.2 / 1.1, abs=1e-4)
 
 
+def test_a_remembered_launch_costs_as_much_as_tritons() -> None:
+    """Processor time, without a GPU; a benchmark of its own has more turns."""
+    program = """
+from benchmarks.host import triton_launch
+triton_launch.TURNS, triton_launch.LAUNCHES = 5, 300
+print(triton_launch.measure()["ratio"])
+"""
+    assert float(python_says("-c", program)) < 1.3
+
+
 def test_each_kernel_has_its_ranges() -> None:
     tree = ast.parse(KERNELS.read_text(encoding="utf-8"))
     (ranges,) = (
