@@ -3,9 +3,9 @@
     python -m benchmarks.host.triton_launch [--out FOLDER]
 
 Both have the kernel and the configs of ``examples/triton/fused_linear.py``, and a shape that they
-have met. Without a GPU a stand-in of Triton's driver compiles for an H100 and launches nothing: what
-is measured then is Python's part, which is all that differs. The two take turns in one process, and
-the processor's time of a launch is the least of its turns, as others lengthen it only.
+have met. Without a GPU a stand-in of Triton's driver compiles for an H100 and launches nothing.
+That leaves Python's part, which is all that differs. The two take turns in one process, and the
+processor's time of a launch is the least of its turns, as others lengthen it only.
 """
 
 from __future__ import annotations

@@ -52,11 +52,12 @@ def judge(folder: Path) -> dict[str, Any]:
     """Return the table of each kernel in a folder of measurements, and of all of them."""
     from confpred.training.dataset import read_dataset
     from confpred.training.evaluate import evaluate
-    from confpred.training.fit import Hyperparameters
+    from confpred.training.fit import usual
 
     kernels: dict[str, Any] = {}
     for runs in sorted(path for path in folder.iterdir() if path.is_dir()):
-        found = evaluate(read_dataset([runs]), Hyperparameters(), FOLDS, SEED)
+        dataset = read_dataset([runs])
+        found = evaluate(dataset, usual(dataset.operation), FOLDS, SEED)
         kernels[runs.name] = {
             "device": found.dataset.device.key,
             "problems": len(found.timings),

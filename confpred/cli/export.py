@@ -77,7 +77,7 @@ def export(
         choice = predictor.choose(call, board)
         if choice.family != family.name or choice.source == "heuristic":
             raise InvalidInput("model", str(model), f"a model that knows {call}")
-        config = family.kwargs[choice.config_id]
+        config = family.kwargs[choice.candidate.config_id]
         if missing := [field for field in FIELDS if field not in config]:
             raise InvalidInput("kernel", kernel, f"a kernel whose configs have {missing[0]}")
         configs[str(size)] = {field: config[field] for field in FIELDS}
