@@ -241,10 +241,10 @@ two_bit_product = confpred.tuned(
 #: Shapes that are sampled, as `confpred sample --ranges` reads them. Sizes that Triton compiles
 #: apart are few.
 RANGES = {
-    "expert_product": "tokens=64:16384,experts=8/16/64,N=512:8192:128,K=512:4096:64",
-    "attention_keys": "T=256:8192,HQ=8/32,K=64/128",
-    "rms_norm_backward": "n_rows=64:65536,n_cols=256:8192:64",
-    "logsumexp_of_linear": "B=256:8192:128,V=4096:131072:128,D=512:4096:128",
+    "expert_product": "tokens=64:8192,experts=8/16/64,N=512:8192:128,K=512:4096:64",
+    "attention_keys": "T=256:4096,HQ=8/32,K=64/128",
+    "rms_norm_backward": "n_rows=64:32768,n_cols=256:8192:64",
+    "logsumexp_of_linear": "B=256:4096:128,V=4096:65536:128,D=512:2048:128",
     "states": "T=512:32768,H=8/32,K=64/128,V=64/128",
-    "two_bit_product": "M=16:8192,N=512:16384:64,K=2048/4096/8192,dtype=int8",
+    "two_bit_product": "M=16:4096,N=512:8192:64,K=2048/4096/8192,dtype=int8",
 }
