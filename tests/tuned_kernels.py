@@ -73,6 +73,16 @@ def filling(out, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # noqa: N803
     tl.store(out + at, tl.full((BLOCK,), 2.0 if EVEN else 1.0, tl.float32), mask=at < size)
 
 
+@confpred.tuned(
+    CONFIGS, ["size", "OUT"], choices={"OUT": [tl.float16, "float32"]}, do_bench=made_up_bench
+)
+@triton.jit
+def casting(x, out, size, OUT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """Copy a vector to one of another dtype."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < size).to(OUT), mask=at < size)
+
+
 def add(x: torch.Tensor, out: torch.Tensor, kernel: Any = adding) -> None:
     size = out.numel()
     kernel[lambda meta: (triton.cdiv(size, meta["BLOCK"]),)](x, out, size)

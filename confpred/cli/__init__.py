@@ -30,6 +30,7 @@ COMMANDS = {
     "models": ("models", "List, fetch and verify models, here and at a service."),
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),
     "report": ("learn", "Write a report on models or measurements as one HTML page."),
+    "export": ("export", "Write a Triton kernel's choices as files that serving engines read."),
     "benchmark": ("benchmark", "Time a network by PyTorch and by confpred on this GPU."),
     "kernel": ("kernel", "Check, time or profile the kernels of a family."),
     "check-family": ("sample", "Check a kernel family of your own against the protocol."),

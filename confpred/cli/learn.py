@@ -175,7 +175,7 @@ def evaluate(
 
     from confpred.training.dataset import noise_across_runs
     from confpred.training.evaluate import evaluate, plot_regret, print_evaluation, print_noise
-    from confpred.training.fit import Hyperparameters
+    from confpred.training.fit import usual
     from confpred.training.holdout import print_verdict
 
     console, parts = Console(), {}
@@ -197,7 +197,7 @@ def evaluate(
     evaluation = None
     if not holdout_only:
         with show_steps() as say:
-            evaluation = evaluate(dataset, Hyperparameters(), folds, seed, say)
+            evaluation = evaluate(dataset, usual(dataset.operation), folds, seed, say)
         print_evaluation(evaluation, console)
         figures = evaluation.to_json()
     if json_file is not None:

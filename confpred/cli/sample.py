@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +28,14 @@ from confpred.cli.arguments import (
     pytorch_option,
     timeout_option,
 )
-from confpred.data.suites import Suite, join, read_shapes, read_suite
+from confpred.data.suites import (
+    MAX_PROBLEMS,
+    Suite,
+    join,
+    read_shapes,
+    read_suite,
+    suite_of_calls,
+)
 from confpred.errors import ConfpredError, InvalidInput, MissingExtra
 from confpred.families.registry import (
     all_families,
@@ -65,6 +72,11 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
     help="Problem suite (JSON); may be repeated.",
 )
 @click.option("--shapes", type=FILE, help="Calls of KERNEL: a JSON list of objects of its key.")
+@click.option("--ranges", help="Ranges of KERNEL's key, such as M=16:8192,N=64:16384,K=4096.")
+@click.option(
+    "--problems", type=click.IntRange(1, MAX_PROBLEMS), default=60, show_default=True,
+    help="Calls to make of --ranges.",
+)  # fmt: skip
 @click.option(
     "--out",
     type=NEW_MEASUREMENTS,
@@ -163,6 +175,8 @@ def sample(
     kernel: str | None,
     suite_files: tuple[Path, ...],
     shapes: Path | None,
+    ranges: str | None,
+    problems: int,
     out: Folder,
     gpus: str,
     part: str,
@@ -186,7 +200,8 @@ def sample(
     submit: str | None,
 ) -> None:
     """Measure configs of a suite's problems on this machine's GPUs, or on those of a Ray cluster.
-    KERNEL is a Triton kernel under `confpred.tuned`, such as mine.py:kernel; give --shapes with it.
+    KERNEL is a Triton kernel under `confpred.tuned`, such as mine.py:kernel; give --shapes or
+    --ranges with it.
 
     Rows that the output folder holds are not measured again, so the same command resumes a run.
     Ctrl-C ends a run after the problems in flight, and a second one at once.
@@ -203,13 +218,14 @@ def sample(
     check_files({"archive": archive}, force=False)
     if archive is not None and compile_device is None:
         raise InvalidInput("archive", str(archive), "a file of what --compile has compiled")
-    if kernel is not None and shapes is not None and not suite_files:
+    if kernel is not None and (shapes is None) != (ranges is None) and not suite_files:
         family = kernel_at(kernel)
-        suite, families = read_shapes(shapes, family.operation), (family.name,)
-    elif kernel is None and shapes is None and suite_files:
+        suite, families = calls_of(family, shapes, ranges, problems, seed), (family.name,)
+    elif kernel is None and shapes is None and ranges is None and suite_files:
         suite = join([read_suite(file) for file in suite_files])
     else:
-        raise InvalidInput("suite", None, "--suite FILE, or KERNEL --shapes FILE")
+        allowed = "--suite FILE, or KERNEL with --shapes FILE or --ranges"
+        raise InvalidInput("suite", None, allowed)
     if model_folder is not None and not picked:
         raise InvalidInput("model", str(model_folder), "a model that picks: give --picked too")
     names = families_of(suite.entries[0].problem)
@@ -288,6 +304,18 @@ def kernel_at(place: str) -> Family:
         allowed = f"a kernel of {name} under confpred.tuned"
         raise InvalidInput("kernel", attribute, allowed)
     return all_families()[family.name]
+
+
+def calls_of(
+    family: Family, shapes: Path | None, ranges: str | None, count: int, seed: int
+) -> Suite:
+    """Return the calls of a Triton kernel in the file `shapes`, or `count` of `ranges`."""
+    if shapes is not None:
+        return read_shapes(shapes, family.operation)
+    from confpred.triton.ranges import calls_in
+
+    problem: Any = family.operation.problem
+    return suite_of_calls(family.name, calls_in(str(ranges), problem, count, seed))
 
 
 def submitting(url: str | None, out: Folder) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def read_suite(path: Path) -> Suite:
 
 
 def read_shapes(path: Path, operation: Operation) -> Suite:
-    """Return the calls of a kernel in the file at `path`, a JSON list of objects of fields. Each
-    call is a network of its own, so that a model is judged on sizes that it was not trained on.
+    """Return the calls of a kernel in the file at `path`: a JSON list of objects of fields, or one
+    object a line, as ``CONFPRED_RECORD`` writes them. Calls of another ``kernel`` are left out.
 
     Raises:
         DataError: the file cannot be read, is no such list, or holds no or too many calls.
@@ -85,14 +85,27 @@ def read_shapes(path: Path, operation: Operation) -> Suite:
     with raising(DataError, f"read {path}"):
         content = path.read_bytes()
     try:
-        shapes = json.loads(content)
+        is_lines = content.lstrip().startswith(b"{")
+        shapes = [*map(json.loads, content.splitlines())] if is_lines else json.loads(content)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(shapes, list) or not 1 <= len(shapes) <= MAX_PROBLEMS:
         raise DataError(f"{path} must hold a list of 1 to {MAX_PROBLEMS} objects")
-    entries = (_entry(path, i, fields, operation.problem) for i, fields in enumerate(shapes))
-    calls = (entry.problem for entry in entries)
-    return Suite(path.stem, tuple(Entry(call, (str(call.layer()),)) for call in calls))
+    calls = []
+    for index, fields in enumerate(shapes):
+        values = dict(fields) if isinstance(fields, dict) else fields
+        if values is fields or values.pop("kernel", operation.name) == operation.name:
+            calls.append(_entry(path, index, values, operation.problem).problem)
+    if not calls:
+        raise DataError(f"{path} holds no call of {operation.name}")
+    return suite_of_calls(path.stem, calls)
+
+
+def suite_of_calls(name: str, calls: Iterable[Record]) -> Suite:
+    """Return a suite of calls of a kernel. Each is a network of its own, so that a model is judged
+    on sizes that it has not seen."""
+    distinct = dict.fromkeys(calls)
+    return Suite(name, tuple(Entry(call, (str(call.layer()),)) for call in distinct))
 
 
 def join(suites: Sequence[Suite]) -> Suite:

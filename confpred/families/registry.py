@@ -65,7 +65,7 @@ def families_in(module: str) -> Sequence[Family]:
     imported = importlib.import_module(module)
     if hasattr(imported, "FAMILIES") or hasattr(imported, "FAMILY"):
         return getattr(imported, "FAMILIES", None) or (imported.FAMILY,)
-    kernels = (getattr(value, "family", None) for value in vars(imported).values())
+    kernels = (getattr(value, "family", None) for value in [*vars(imported).values()])
     return list(dict.fromkeys(family for family in kernels if isinstance(family, Family)))
 
 

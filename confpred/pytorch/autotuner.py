@@ -11,14 +11,16 @@ the compiler reads ``perf_model`` and ``configs_top_k``, where the model's order
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import operator
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,20 @@ from confpred.measure.timing import Outcome
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
 from confpred.problem.device import Device, get_device
-from confpred.triton.problem import KernelCall, joined
+from confpred.triton.problem import KernelCall, leading, word_of
 from confpred.triton.source import plain_function, source_of
-from confpred.triton.triton_family import ExampleCall, Functions, TritonFamily, config_key
+from confpred.triton.triton_family import (
+    Choices,
+    ExampleCall,
+    Functions,
+    TritonFamily,
+    config_key,
+)
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")
+#: Variable with the file that new calls are recorded in.
+RECORD = "CONFPRED_RECORD"
 
 
 def current_device() -> Device:
@@ -76,14 +86,17 @@ class Tuned(Autotuner):
         transfer: bool,
         keep: str | Path | None,
         example: Callable[..., object] | None,
+        reference: Callable[..., Mapping[str, torch.Tensor]] | None,
         features: Functions | None,
+        choices: Choices | None,
         name: str | None,
         **autotune: Any,
     ) -> None:
         if not isinstance(top_k, int) or top_k < 1:
             raise InvalidInput("top_k", top_k, "an integer of at least 1")
         # Before the base class sets its own attributes, some of which are properties here.
-        self._name, self._features, self._example = name, features, example
+        self._name, self._features, self._choices = name, features, choices
+        self._example, self._reference = example, reference
         self._transfer, self._keep, self._run_id = transfer, keep, uuid.uuid4().hex[:12]
         self._model, self._top_k = None if model is None else Path(model), top_k
         self._by_trials = True
@@ -156,6 +169,7 @@ class Tuned(Autotuner):
             triton.__version__,
             self._features,
             self.example_call,
+            self._choices,
         )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +191,8 @@ class Tuned(Autotuner):
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
         """Return the configs to time at a new key; a single one that the model chose is not."""
         call = self.call_of({**self.nargs, **kwargs})
+        if call is not None and (file := os.environ.get(RECORD)):
+            self._record(call, file)
         order = self.order(call)
         configs = self._without_model(kwargs) if order is None else self._first(order, kwargs)
         self._chosen = order is not None and len(configs) == 1
@@ -211,17 +227,20 @@ class Tuned(Autotuner):
 
     def call_of(self, arguments: Mapping[str, Any]) -> KernelCall | None:
         """Return the problem that a call with these arguments by name is; None where its key is of
-        other values than integers and truth values."""
+        other values than integers, truth values and the kernel's choices."""
         values = {name: arguments.get(name, self._defaults.get(name)) for name in self.keys}
         tensors: list[Any] = [arguments.get(name) for name in self.arg_names]
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors if hasattr(t, "dtype")]
         record: Any = self.family.operation.problem
         try:
-            sizes = {name: operator.index(value) for name, value in values.items()}
-            call: KernelCall = record(**sizes, dtype=joined(dtypes or ["float16"]))
+            fields = {
+                name: word_of(value) if name in record.CHOICES else operator.index(value)
+                for name, value in values.items()
+            }
+            call: KernelCall = record(**fields, dtype=leading(dtypes or ["float16"]))
             return call
         except (TypeError, InvalidInput) as error:
-            self._say(f"its key is not described by integers ({error})")
+            self._say(f"its key is not described by integers and choices ({error})")
             return None
 
     def order(self, call: KernelCall | None) -> list[Any] | None:
@@ -260,11 +279,14 @@ class Tuned(Autotuner):
         with self._capture() as calls:
             self._example(**problem.to_json())
         for args, kwargs in calls:
-            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+            named = self._named((args, kwargs))
             if self.call_of(named) == problem:
                 break
         else:
-            allowed = f"a function that calls {self.family.name} for {problem}"
+            made = " and ".join(str(self.call_of(named)) for named in map(self._named, calls))
+            allowed = (
+                f"a function that calls {self.family.name} for {problem}, not {made or 'never'}"
+            )
             raise InvalidInput("example", self._example, allowed)
 
         def launch(row: int) -> Any:
@@ -277,8 +299,13 @@ class Tuned(Autotuner):
         def compiled(row: int) -> None:
             self.fn.run(*args, **{**kwargs, **self._of_row(row).all_kwargs(), "warmup": True})
 
-        tensors = {n: named[n] for n in self.arg_names if isinstance(named.get(n), torch.Tensor)}
-        return ExampleCall(launch, compiled, tensors)
+        arguments = {n: named[n] for n in self.arg_names if n in named}
+        tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+        reference = self._reference
+        return ExampleCall(launch, compiled, tensors, reference and partial(reference, **arguments))
+
+    def _named(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+        return {**dict(zip(self.arg_names, call[0], strict=False)), **call[1]}
 
     @contextmanager
     def _capture(self) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
@@ -345,6 +372,16 @@ class Tuned(Autotuner):
         self._broken.append(config)
         self.cache = {key: kept for key, kept in self.cache.items() if kept != config}
         return True
+
+    def _record(self, call: KernelCall, file: str) -> None:
+        """Append a call to `file`, a line in one write, so that processes may share it."""
+        line = json.dumps({"kernel": self.family.name, **call.to_json()}) + "\n"
+        try:
+            handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            with open(handle, "ab", buffering=0) as lines:
+                lines.write(line.encode())
+        except OSError as error:
+            log.warning("%s: %s is not recorded: %s", self.family.name, call, error)
 
     def _say(self, reason: str) -> None:
         """Log once why a kernel is tuned by trials."""

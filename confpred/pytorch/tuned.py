@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confpred.errors import MissingExtra
-from confpred.triton.triton_family import Functions
+from confpred.triton.triton_family import Choices, Functions
 
 if TYPE_CHECKING:
+    import torch
+
     from confpred.pytorch.autotuner import Tuned
 
 
@@ -25,7 +27,9 @@ def tuned(
     transfer: bool = False,
     keep: str | Path | None = None,
     example: Callable[..., object] | None = None,
+    reference: Callable[..., Mapping[str, torch.Tensor]] | None = None,
     features: Functions | None = None,
+    choices: Choices | None = None,
     name: str | None = None,
     **autotune: Any,
 ) -> Callable[[Any], Tuned]:
@@ -36,8 +40,9 @@ def tuned(
 
     Args:
         configs, key, prune_configs_by, reset_to_zero, restore_value: as of ``triton.autotune``. The
-            values of `key` must be integers or truth values, or no model is asked. The members
-            ``perf_model`` and ``top_k`` of `prune_configs_by` count only where no model does.
+            values of `key` must be integers, truth values or of `choices`, or no model is asked.
+            Strides in `key` have ``stride`` in their names. The members ``perf_model`` and
+            ``top_k`` of `prune_configs_by` count only where no model does.
         model: folder of a model for this kernel, or of several, one a GPU model; a relative one
             lies beside the file of the kernel.
         top_k: how many of the first predicted configs to time at a new shape; 1 times none.
@@ -46,7 +51,10 @@ def tuned(
         keep: folder of measurements for ``confpred train``, which gets what is timed at new shapes.
         example: calls the kernel once, given the values of `key` and ``dtype`` by name; for
             ``confpred sample``.
+        reference: computes what the kernel should, given the arguments of the example's call by
+            name, and returns the right contents of its outputs by name; for ``confpred sample``.
         features: functions of the values of `key` and of the config by name, further features.
+        choices: the values of each name of `key` that has texts or dtypes.
         name: of the kernel, if two have one.
         autotune: further arguments of ``triton.autotune``.
 
@@ -71,7 +79,9 @@ def tuned(
             transfer=transfer,
             keep=keep,
             example=example,
+            reference=reference,
             features=features,
+            choices=choices,
             name=name,
             prune_configs_by=prune_configs_by,
             reset_to_zero=reset_to_zero,

@@ -26,7 +26,7 @@ from confpred.report.judged import Evaluated, evaluated, read_evaluation
 from confpred.training import Said, unsaid
 from confpred.training.dataset import Dataset, data_files, read_dataset
 from confpred.training.evaluate import evaluate
-from confpred.training.fit import Hyperparameters
+from confpred.training.fit import usual
 
 WORST = 20  # layers of each evaluation that are listed
 _FOLDER = Path(__file__).parent
@@ -207,7 +207,7 @@ def judge_here(folds: int, seed: int) -> Callable[[Dataset], Evaluated]:
     """Return a function that judges as ``confpred evaluate`` does, in minutes."""
 
     def judge(dataset: Dataset) -> Evaluated:
-        figures = evaluate(dataset, Hyperparameters(), folds, seed).to_json()
+        figures = evaluate(dataset, usual(dataset.operation), folds, seed).to_json()
         return evaluated(figures, f"the evaluation on {dataset.device.key}")
 
     return judge

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from confpred.data.measurements import Run
 from confpred.data.suites import Entry, Suite
-from confpred.errors import DataError
+from confpred.errors import DataError, InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.files import read_json, user_folder, write_json
@@ -43,6 +43,7 @@ from confpred.sampler.tasks import Task
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
 from confpred.training.train import train
+from confpred.triton.problem import KernelCall
 
 log = logging.getLogger(__name__)
 FORMAT = "confpred-retrain/1"
@@ -255,7 +256,11 @@ def check_suite(suite: Suite) -> None:
 
     Raises:
         DataError: it has no problem of a held-out network, or none of other networks.
+        InvalidInput: it is of a Triton kernel, whose model lies beside the kernel.
     """
+    if isinstance(suite.entries[0].problem, KernelCall):
+        allowed = "a suite of layers; of a Triton kernel, sample more into its folder, then train"
+        raise InvalidInput("suite", suite.name, allowed)
     if not offers.to_judge_by(suite) or not offers.to_learn_from(suite):
         raise DataError(
             f"suite {suite.name}: retraining holds about one network in ten out, by its name, and "

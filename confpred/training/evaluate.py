@@ -6,7 +6,7 @@ baseline's choice among a problem's measured configs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import comb
 from pathlib import Path
@@ -36,12 +36,13 @@ from confpred.training.cross_validate import (
 from confpred.training.dataset import Dataset, RunNoise, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.regret import TOPS, figures, geomean, of_tops
+from confpred.training.tuning import TUNING_BASELINES, Baseline, Judge, average_order
+from confpred.triton.problem import KernelCall
 
 MODEL = "model"
 CHOSEN = "the predicted fastest"
 JUDGING_BASELINES = "judging the baselines"
 SLOWER = 0.05
-_UNSERVED = 2.0  # the regret that counts for a fixed config that was not measured
 _TICKS = (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)  # of regret in the plot
 
 
@@ -82,7 +83,8 @@ def judge_baselines(
     Raises:
         ConfpredError: see `run_in_helpers`.
     """
-    pairs = [(name, fold) for name in baselines() for fold in folds]
+    tuned = TUNING_BASELINES if isinstance(folds[0].train[0].problem, KernelCall) else ()
+    pairs = [(name, fold) for name in (*baselines(), *tuned) for fold in folds]
     calls = [(name, fold, device, seed) for name, fold in pairs]
     parts = run_in_helpers(_judge_fold, calls, JUDGING_BASELINES, say)
     scores: dict[str, tuple[Score, ...]] = {}
@@ -99,7 +101,8 @@ def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score
     """Return a baseline's scores on one fold, or the reason why it cannot run."""
     own = [t for t in fold.train if t.device == device]
     try:
-        return tuple(map(baselines()[name](own, device, seed), fold.test))
+        baseline = {**baselines(), **TUNING_BASELINES}[name]
+        return tuple(map(baseline(own, device, seed), fold.test))
     except MissingExtra as error:
         return str(error)
 
@@ -373,10 +376,6 @@ def draw_regrets(
     axes.minorticks_off()
 
 
-Judge = Callable[[Timings], Score]
-Baseline = Callable[[Sequence[Timings], Device, int], Judge]
-
-
 def baselines() -> dict[str, Baseline]:
     """Return the baselines to compare the model with, by the name that tables show; each learns
     from timings of one device."""
@@ -389,13 +388,10 @@ def baselines() -> dict[str, Baseline]:
 
 
 def _fixed(train: Sequence[Timings], device: Device, seed: int) -> Judge:
-    """Return a judge of one fixed order of all configs, by mean log regret over the training
-    problems; the first config that is legal for a problem is chosen. A config that is illegal or
-    was not measured counts as ``_UNSERVED`` times the best."""
-    cost = {name: np.zeros(len(family.configs)) for name, family in all_families().items()}
-    for t in train:
-        cost[t.family][t.rows] += np.log((t.time_ms / t.time_ms.min()).clip(max=_UNSERVED) / 2)
-    return lambda t: Score(regret_of(t, np.argsort(cost[t.family][t.rows], kind="stable")), 1)
+    """Return a judge of one fixed order of all configs; the first config that is legal for a
+    problem is chosen."""
+    order = average_order(train)
+    return lambda t: Score(regret_of(t, order(t)), 1)
 
 
 def _estimate(train: Sequence[Timings], device: Device, seed: int) -> Judge:

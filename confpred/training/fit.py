@@ -18,8 +18,10 @@ from confpred.families.registry import all_families
 from confpred.model.features import Pool, Registers, pools, registers_text
 from confpred.model.rank import FamilyModel
 from confpred.problem.device import Device
+from confpred.problem.operation import Operation
 from confpred.training import Said, unsaid
 from confpred.training.dataset import Dataset, Timings
+from confpred.triton.problem import KernelCall
 
 #: Leaves that a tree can have at least, if there are few rows: trained on 471 rows of layer norm
 #: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
@@ -79,6 +81,17 @@ class Hyperparameters:
     focus: float = 4.0
     pytorch_trees: int = 200  # of the regressor of PyTorch's own operator
     pytorch_leaves: int = 16
+
+
+#: A Triton kernel is sampled for minutes, and its model lies in a wheel (decision 214).
+_OF_TRITON = Hyperparameters(
+    trees=200, num_leaves=63, rank_trees=100, time_trees=100, time_leaves=63
+)
+
+
+def usual(operation: Operation) -> Hyperparameters:
+    """Return how the trees of an operation grow, unless somebody says otherwise."""
+    return _OF_TRITON if issubclass(operation.problem, KernelCall) else Hyperparameters()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

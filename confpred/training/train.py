@@ -47,7 +47,7 @@ from confpred.training.cross_validate import (
 )
 from confpred.training.dataset import Dataset, Timings
 from confpred.training.evaluate import Summary, folds_of, whole
-from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.fit import Fitted, Hyperparameters, fit_families, usual
 
 FOLDS = 5
 COMPARING = "comparing with PyTorch's operator"
@@ -80,7 +80,7 @@ def train(
         DataError: the data is of fewer than two networks, or fewer than two problems are judged.
         StorageError: the disk refused a write; then `out` does not exist.
     """
-    hyper = hyper or Hyperparameters()
+    hyper = hyper or usual(dataset.operation)
     if out.exists():
         raise InvalidInput("out", str(out), "a folder that does not exist yet")
     dataset = part_of(_without(dataset, exclude), families, problems, seed)

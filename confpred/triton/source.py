@@ -18,7 +18,7 @@ class Source:
 
     Attributes:
         digest: of the kernel and of all that it calls or reads: 16 hex digits.
-        looped: names in the bounds and steps of its loops, such as ``BLOCK_K``.
+        looped: names in the steps of its loops, or else in their bounds, such as ``BLOCK_K``.
     """
 
     digest: str
@@ -38,8 +38,15 @@ def source_of(function: FunctionType) -> Source:
     _collect(function, texts)
     digest = hashlib.sha256("\n".join(f"{n}: {texts[n]}" for n in sorted(texts)).encode())
     loops = (node.iter for node in ast.walk(_tree(function)) if isinstance(node, ast.For))
-    looped = frozenset(n.id for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Name))
+    nodes = (node for loop in loops for part in _steps(loop) for node in ast.walk(part))
+    looped = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
     return Source(digest.hexdigest()[:16], looped)
+
+
+def _steps(loop: ast.expr) -> list[ast.expr]:
+    """Return the step of a ``range``, or its bounds where it has none."""
+    arguments = loop.args if isinstance(loop, ast.Call) else [loop]
+    return arguments[2:3] or arguments
 
 
 def plain_function(kernel: Any) -> FunctionType:

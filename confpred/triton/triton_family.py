@@ -28,6 +28,8 @@ from confpred.triton.source import Source
 
 #: Functions of the arguments in the key and of the config's, by the name of the feature.
 Functions = Mapping[str, Callable[..., float]]
+#: Values of the names of a key that are texts or dtypes.
+Choices = Mapping[str, Sequence[object]]
 _COUNTS = ("num_warps", "num_stages", "num_ctas")
 _DTYPES = tuple(SIZES)
 _WARP = 32
@@ -42,22 +44,27 @@ class ExampleCall:
         launch: launches the config of a row of the table once, and returns what Triton compiled.
         compile: compiles it into Triton's cache.
         tensors: PyTorch's tensors of the call, by argument.
+        expected: returns the right contents of some of them; None where nobody knows them.
     """
 
     launch: Callable[[int], Any]
     compile: Callable[[int], object]
     tensors: Mapping[str, Any]
+    expected: Callable[[], Mapping[str, Any]] | None = None
 
 
 class TritonOperation:
     """The calls of one kernel. Its operands are known only when it is called."""
 
-    def __init__(self, name: str, key: Sequence[str]) -> None:
+    def __init__(self, name: str, key: Sequence[str], choices: Choices | None = None) -> None:
         self.name = name
-        self.problem: type[KernelCall] = call_record(name, key)
+        self.problem: type[KernelCall] = call_record(name, key, choices)
+        words = self.problem.WORDS
+        self._integers = [name for name in key if name not in dict(words)]
         self.feature_names: tuple[str, ...] = (
-            *(f"log_{argument}" for argument in key),
-            *(f"aligned_{argument}" for argument in key),
+            *(f"log_{name}" for name in self._integers),
+            *(f"aligned_{name}" for name in self._integers),
+            *(f"{name}_{word}" for name, several in words for word in several),
             *("dtype", "itemsize", "log_elements"),
         )
 
@@ -66,12 +73,15 @@ class TritonOperation:
         return ()
 
     def features(self, problem: KernelCall, device: Device) -> NDArray[np.float32]:
-        """Return logarithms of the sizes to base 2, and whether they are multiples of 16, for which
-        Triton compiles another kernel: ``aligned``."""
-        logs = np.log2(problem.sizes)
-        aligned = [getattr(problem, name) % 16 == 0 for name in problem.KEY]
-        dtype = _DTYPES.index(problem.dtypes[0])
-        row = (*logs, *aligned, dtype, problem.itemsize, logs.sum())
+        """Return logarithms of the sizes to base 2, whether they are multiples of 16, for which
+        Triton compiles another kernel (``aligned``), and a column for each word of the key."""
+        values = [getattr(problem, name) for name in self._integers]
+        logs = np.log2(np.maximum(values, 1))
+        aligned = [value % 16 == 0 for value in values]
+        words = [getattr(problem, n) == word for n, several in problem.WORDS for word in several]
+        dtype = _DTYPES.index(problem.dtype)
+        elements = np.log2(problem.sizes).sum()
+        row = (*logs, *aligned, *words, dtype, problem.itemsize, elements)
         return np.array([row], np.float32)
 
     def reference(self, problem: Record, output: str) -> NoReturn:
@@ -94,12 +104,13 @@ class TritonFamily:
         version: Triton's.
         extra: further features.
         example: makes a call for a problem, to be measured.
+        choices: the values of names of the key that are texts or dtypes.
 
     Attributes:
         kwargs: `configs`, each once; their positions are the rows of the config table.
 
     Raises:
-        InvalidInput: a name of the key cannot be a field of a problem.
+        InvalidInput: a name of the key cannot be a field of a problem, or a choice no word.
     """
 
     def __init__(
@@ -111,13 +122,14 @@ class TritonFamily:
         version: str,
         extra: Functions | None = None,
         example: Callable[[KernelCall], ExampleCall] | None = None,
+        choices: Choices | None = None,
     ) -> None:
         self.name, self.key, self.version, self.digest = name, tuple(key), version, source.digest
-        self.operation = TritonOperation(name, key)
+        self.operation = TritonOperation(name, key, choices)
         self._extra, self._example = dict(extra or {}), example
         self._fields = tuple(dict.fromkeys(field for config in configs for field in config))
         self.kwargs, self.configs = _table(self._fields, configs)
-        self._axes = axes_of(self.key, self._tiles())
+        self._axes = axes_of(self.operation.problem.SIZES, self._tiles())
         self._looped = source.looped
         self.feature_names: tuple[str, ...] = (
             *self.operation.feature_names,
@@ -254,7 +266,8 @@ def axes_of(key: Sequence[str], tiles: Sequence[str]) -> tuple[tuple[str, str], 
 
 def _matches(axis: str, name: str) -> bool:
     words = [*name.upper().split("_"), name.upper().replace("_", "")]
-    return bool(axis) and (axis in words or f"{axis}NUMEL" in words)
+    names = {axis, f"{axis}S", f"{axis}NUMEL"}  # such as ROW of n_rows
+    return bool(axis) and not names.isdisjoint(words)
 
 
 def config_key(config: Mapping[str, Any]) -> tuple[Any, ...]:

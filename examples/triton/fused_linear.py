@@ -1,7 +1,7 @@
 """A fused linear layer and activation as a Triton kernel: ``activation(x @ w.T + bias)``.
 
-``@confpred.tuned`` stands in place of ``@triton.autotune``, and ``example`` is added; all
-else is as anyone writes it. ``docs/triton.md`` walks through this file.
+``@confpred.tuned`` stands in place of ``@triton.autotune``, ``example`` and ``reference`` are
+added, and all else is as anyone writes it. ``docs/triton.md`` walks through this file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ def example(M: int, N: int, K: int, dtype: str) -> torch.Tensor:
     return linear_gelu(torch.randn(M, K, **of), torch.randn(N, K, **of), torch.randn(N, **of))
 
 
-@confpred.tuned(configs=CONFIGS, key=["M", "N", "K"], model="models", example=example)
+def reference(x, w, bias, **_) -> dict[str, torch.Tensor]:
+    """Return what the kernel computes, for ``confpred sample``."""
+    total = torch.nn.functional.linear(x.float(), w.float(), bias.float())
+    return {"out": total * torch.sigmoid(1.702 * total)}
+
+
+@confpred.tuned(
+    configs=CONFIGS, key=["M", "N", "K"], model="models", example=example, reference=reference
+)
 @triton.jit
 def fused_linear(
     x, w, bias, out, M, N, K,

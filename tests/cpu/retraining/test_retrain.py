@@ -8,14 +8,15 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import made_up_kernel
 import pytest
 import recorded_jobs
 from synthetic import SMALL, problems
 
 from confpred.cli.update import NOT_BETTER, retrain_and_report, verdict_lines
 from confpred.data.measurements import Run
-from confpred.data.suites import Entry, Suite
-from confpred.errors import DataError, UnknownDevice
+from confpred.data.suites import Entry, Suite, suite_of_calls
+from confpred.errors import DataError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.model.folder import NewestModels, load_model
 from confpred.predict.predictor import Predictor
@@ -198,6 +199,9 @@ def test_a_suite_without_networks_to_judge_by_is_refused() -> None:
     with pytest.raises(DataError, match="one network in ten"):
         check_suite(Suite("few", SUITE.entries[:1]))
     check_suite(SUITE)
+    kernels = suite_of_calls("product", made_up_kernel.calls(30))
+    with pytest.raises(InvalidInput, match="of a Triton kernel, sample more into its folder"):
+        check_suite(kernels)
 
 
 def test_equal_choices_count_in_proportion_to_what_was_measured() -> None:

@@ -9,7 +9,7 @@ import pytest
 from confpred.data.measurements import problem_of_row
 from confpred.errors import InvalidInput, InvalidProblem
 from confpred.problem.device import get_device
-from confpred.triton.problem import call_record, joined
+from confpred.triton.problem import call_record, leading, word_of
 
 CALL = call_record("product", ("M", "N", "K"))
 
@@ -35,7 +35,6 @@ def test_a_call_is_read_as_any_problem_is() -> None:
         ("M=1 N=2", "K is missing"),
         ("M=-1 N=2 K=3", "M=-1 is not allowed"),
         ("M=1 N=2 K=3 dtype=float17", "dtype='float17' is not allowed"),
-        ("M=1 N=2 K=3 dtype=int8,half", "dtype='int8,half' is not allowed"),
         ("M=1 N=2 K=3 L=4", "a field"),
     ],
 )
@@ -50,11 +49,34 @@ def test_a_key_may_not_hide_a_member(name: str) -> None:
         call_record("product", (name,))
 
 
-def test_tensors_of_several_dtypes_are_told_in_order() -> None:
-    assert joined(["float16", "float16"]) == "float16"
-    mixed = CALL(M=8, N=8, K=8, dtype=joined(["float16", "float32", "int8"]))
-    assert (mixed.dtypes, mixed.itemsize) == (("float16", "float32", "int8"), 4)
-    assert mixed.layer() == CALL(M=8, N=8, K=8)
+def test_the_first_tensor_of_floating_point_leads() -> None:
+    assert leading(["int32", "float8_e5m2", "float32"]) == "float8_e5m2"
+    assert leading(["int8", "uint8"]) == "int8"
+    call = CALL(M=8, N=8, K=8, dtype="float32")
+    assert (call.itemsize, call.layer()) == (4, CALL(M=8, N=8, K=8))
+
+
+def test_names_of_a_key_may_have_words_or_be_strides() -> None:
+    key, choices = ("M", "stride_m", "ACT", "out"), {"ACT": ["relu", None], "out": ["fp16", "int8"]}
+    record = call_record("gated", key, choices)
+    call = record(M=8, stride_m=512, ACT="none", out="int8", dtype="float32")
+    assert call == record.parse(str(call)) == record.from_json(call.to_json())
+    assert pickle.loads(pickle.dumps(call)) == call  # noqa: S301 -- of this test
+    assert problem_of_row(call.to_json(), record) == call
+    assert call.sizes == (8,)
+    with pytest.raises(InvalidProblem, match="ACT='tanh' is not allowed; allowed: relu or none"):
+        record(M=8, stride_m=512, ACT="tanh")
+    for wrong in ({"ACT": ["a b"]}, {"ACT": []}, {"ACTIVATION": ["relu"]}):
+        with pytest.raises(InvalidInput, match="choices="):
+            call_record("gated", key, wrong)
+
+
+def test_dtypes_are_words_by_the_names_of_pytorch() -> None:
+    import torch
+    import triton.language as tl
+
+    words = [word_of(value) for value in (torch.bfloat16, tl.bfloat16, "half", tl.int8, "GELU")]
+    assert words == ["bfloat16", "bfloat16", "float16", "int8", "gelu"]
 
 
 def test_the_scale_is_that_of_a_product_or_of_a_matrix() -> None:

@@ -8,6 +8,8 @@ import made_up_kernel
 import pytest
 from shared import once_a_run, python_says
 
+from confpred.training.tuning import TUNING_BASELINES
+
 KNOWN = {
     "CONFPRED_FAMILIES": "made_up_kernel",
     "PYTHONPATH": str(Path(made_up_kernel.__file__).parent),
@@ -63,8 +65,61 @@ def test_a_model_learns_a_kernel_and_chooses_for_calls_that_nobody_measured(
     assert "BLOCK_M=" in python_says(*words, *layer, **KNOWN)
 
 
+DRIFT = """
+import sys
+from pathlib import Path
+from confpred.data.measurements import Run
+from confpred.model.folder import load_model
+from confpred.retraining.drift import time_again
+from confpred.sampler.run import Settings
+from kernel_jobs import MEASURE
+if __name__ == "__main__":
+    run = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "0", "13.0", "test")
+    settings, model = Settings(processes=0, measure=MEASURE), load_model(Path(sys.argv[1]))
+    found = time_again(model, {0: run}, settings, count=12, seed=0, cudnn="")
+    print(found.state, len(found.retimed), {each.provider for each in found.retimed})
+"""
+
+
+@pytest.mark.slow(reason="it trains a model, in processes of its own")
+def test_drift_is_looked_for(measured: Path, tmp_path: Path) -> None:
+    for name, program in (("fit", TRAIN), ("drift", DRIFT)):
+        (tmp_path / f"{name}.py").write_text(program)
+    python_says(tmp_path / "fit.py", measured, tmp_path / "product-1", **KNOWN)
+    drift = (tmp_path / "drift.py", tmp_path / "product-1")
+    assert python_says(*drift, **KNOWN).split("{")[0] == "ok 12 "
+    assert python_says(*drift, **KNOWN, SLOWER="1.3").split("{")[0] == "drifted 12 "
+
+
+FLEET = """
+import sys
+from pathlib import Path
+import fleet_jobs, kernel_jobs, ray
+from made_up_kernel import calls
+from confpred.data.suites import suite_of_calls
+from confpred.sampler.fleet import Fleet
+from confpred.sampler.run import Settings, sample
+if __name__ == "__main__":
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init("local", num_gpus=2, num_cpus=4, **quiet)
+    settings = Settings(configs=5, processes=0, measure=kernel_jobs.MEASURE, silence_s=60.0)
+    with Fleet(settings, describe=fleet_jobs.DESCRIBE) as engine:
+        tally = sample(suite_of_calls("product", calls(6)), Path(sys.argv[1]), engine, settings)
+    print(tally.finished, tally.statuses["ok"], tally.gpus, len(tally.given_up))
+"""
+
+
+@pytest.mark.slow(reason="Ray is started")
+def test_a_fleet_measures_a_kernel(tmp_path: Path) -> None:
+    (tmp_path / "fleet.py").write_text(FLEET)
+    jobs = Path(__file__).parents[1] / "sampler"
+    paths = {"PYTHONPATH": f"{KNOWN['PYTHONPATH']}:{jobs}", "RAY_USAGE_STATS_ENABLED": "0"}
+    told = python_says(tmp_path / "fleet.py", tmp_path / "runs", **{**KNOWN, **paths})
+    assert told.split() == ["True", "30", "2", "0"]
+
+
 @pytest.mark.slow(reason="it cross-validates, in processes of its own")
 def test_evaluation_has_its_table(measured: Path) -> None:
     told = python_says("-m", "confpred", "evaluate", measured, **KNOWN)
     assert "product: time of the choice / time of the best config" in told
-    assert all(name in told for name in ("model", "fixed config", "random"))
+    assert all(name in told for name in ("model", "fixed config", *TUNING_BASELINES))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from shared import python, python_says
 
+from confpred.errors import InvalidInput
 from confpred.measure.calls import check_calls, relative_error
 from confpred.triton.triton_family import ExampleCall
 
@@ -33,6 +35,10 @@ def test_a_run_of_a_kernel_is_planned(tmp_path: Path) -> None:
     told = sample(tmp_path, *kernel, "--plan", "h100")
     assert told[0] == "2 problems on h100, 32 rows:"
     assert told[1].split() == ["32", "of", "adding"]
+    ranges = (f"{TESTS}/tuned_kernels.py:adding", "--ranges", "size=16:65536", "--problems", 9)
+    assert sample(tmp_path, *ranges, "--plan", "h100")[0] == "9 problems on h100, 144 rows:"
+    halves = (sample(tmp_path, *ranges, "--plan", "h100", "--part", f"{i}/2")[0] for i in (1, 2))
+    assert [line.split()[0] for line in halves] == ["5", "4"]
     (wrong,) = sample(tmp_path, *kernel, "--plan", "h100", shapes=[{"size": 64}, {"sizes": 1}])
     assert "shapes.json: problems[1].sizes=1 is not allowed; allowed: a field" in wrong
 
@@ -42,7 +48,7 @@ def test_a_run_of_a_kernel_is_planned(tmp_path: Path) -> None:
     [
         (["nothing.py:adding", "--shapes", "{shapes}"], "a file and a kernel in it"),
         (["{kernels}:missing", "--shapes", "{shapes}"], "a kernel of .* under confpred.tuned"),
-        (["{kernels}:adding"], "suite is missing; allowed: --suite FILE, or KERNEL --shapes FILE"),
+        (["{kernels}:adding"], "suite is missing; allowed: --suite FILE, or KERNEL with --shapes"),
         ([], "suite is missing"),
     ],
 )
@@ -104,6 +110,18 @@ def test_a_config_that_differs_or_fails_is_a_row() -> None:
     assert found[3].message == "the error of x is 0.47, against the first config's"
     assert found[4].error == INF
     assert tensors["x"][0] == pytest.approx(2, abs=1e-4)
+
+
+def test_a_reference_tells_which_config_is_right() -> None:
+    call, _ = doubling()
+    call = replace(call, expected=lambda: {"x": torch.tensor([2.0, NAN, 6.0])})
+    outcomes = check_calls(call, [3, 0, 5], lambda row: None)
+    assert [outcome.status for outcome in outcomes.values()] == ["wrong_result", "ok", "ok"]
+    assert outcomes[3].message == "the error of x is 0.47, against the reference's"
+    for name, tensor in (("y", torch.ones(3)), ("x", torch.ones(1))):
+        wrong = replace(call, expected=lambda n=name, t=tensor: {n: t})
+        with pytest.raises(InvalidInput, match="reference="):
+            check_calls(wrong, [0], lambda row: None)
 
 
 def test_a_kernel_that_changes_nothing_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from shared import python_says
@@ -46,7 +47,38 @@ adding[(1,)](torch.ones(8), torch.ones(8), 8.0, BLOCK=8) if False else None
 assert adding.call_of({"size": 8.5}) is None and adding.call_of({}) is None
 assert adding.call_of({"size": True}).size == 1
 """
-    assert "its key is not described by integers" in says(program)
+    assert "its key is not described by integers and choices" in says(program)
+
+
+def test_new_calls_are_recorded_and_sampled(tmp_path: Path) -> None:
+    program = """
+for size in (40, 75, 40): add(torch.randn(size), torch.ones(size))
+other = tuned(model=None, name="other")(adding.fn)
+add(torch.randn(9), torch.ones(9), other)
+"""
+    recorded = tmp_path / "calls.jsonl"
+    says(program, CONFPRED_RECORD=str(recorded))
+    kernel = Path(KNOWN["PYTHONPATH"]) / "tuned_kernels.py"
+    sample = ("-m", "confpred", "sample", f"{kernel}:adding", "--plan", "h100")
+    told = python_says(*sample, "--shapes", recorded, "--out", tmp_path / "out", **KNOWN)
+    assert told.startswith("2 problems on h100, 32 rows:")
+    assert json.loads(recorded.read_text().splitlines()[-1])["kernel"] == "other"
+    assert "is not recorded: [Errno" in says(program, CONFPRED_RECORD=str(tmp_path))
+
+
+def test_words_of_a_key_are_those_of_its_choices() -> None:
+    program = """
+import triton, triton.language as tl
+from tuned_kernels import casting
+x, out = torch.randn(40), torch.zeros(40, dtype=torch.float16)
+casting[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, out, 40, OUT=tl.float16)
+torch.testing.assert_close(out, x.half())
+call = casting.call_of({"size": 40, "OUT": tl.float16, "x": x})
+assert str(call) == "size=40 dtype=float32" and call.OUT == "float16"
+assert casting.call_of({"size": 40, "OUT": torch.float32}).OUT == "float32"
+assert casting.call_of({"size": 40, "OUT": tl.int8}) is None
+"""
+    assert "OUT='int8' is not allowed; allowed: float16 or float32" in says(program)
 
 
 def test_an_example_makes_the_call_that_is_measured() -> None:

@@ -1,0 +1,111 @@
+"""The gain of a model for six Triton kernels, over the ways that people have without one.
+
+    confpred plus the packages of published.py, without their dependencies but einops; on a GPU:
+    python -m benchmarks.triton.six_kernels --sample runs [--only states] [--budget 55s]
+    then anywhere with the same packages:
+    python -m benchmarks.triton.six_kernels --judge runs [--out FOLDER]
+
+All configs of ``PROBLEMS`` shapes of each kernel are measured as ``confpred sample`` does, a kernel
+for as long as the budget. Each is judged as by ``confpred evaluate``: by models and baselines that
+learned from the shapes of the other folds. A regret is the time of the choice over that of the best
+config; ``first three`` is of the best of the first three choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.provenance import RESULTS, provenance
+from confpred.files import write_json
+
+KERNELS = Path(__file__).with_name("published.py")
+PROBLEMS, FOLDS, SEED = 40, 5, 0
+#: Where a list of the ten best configs, or the nearest shape, must be beaten.
+RIVALS = ("nearest measured shape", "ten configs, all tried")
+
+
+def sample(folder: Path, only: list[str], budget: str) -> None:
+    """Measure the kernels into a folder each, and say how long each took."""
+    sys.path.insert(0, str(KERNELS.parent))
+    import published
+
+    for name, ranges in published.RANGES.items():
+        if only and name not in only:
+            continue
+        began = time.monotonic()
+        how = ("--ranges", ranges, "--problems", PROBLEMS, "--seed", SEED, "--budget", budget)
+        command = ("sample", f"{KERNELS}:{name}", *how, "--out", folder / name)
+        subprocess.run([sys.executable, "-m", "confpred", *map(str, command)], check=False)
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def judge(folder: Path) -> dict[str, Any]:
+    """Return the table of each kernel in a folder of measurements, and of all of them."""
+    from confpred.training.dataset import read_dataset
+    from confpred.training.evaluate import evaluate
+    from confpred.training.fit import usual
+
+    kernels: dict[str, Any] = {}
+    for runs in sorted(path for path in folder.iterdir() if path.is_dir()):
+        dataset = read_dataset([runs])
+        found = evaluate(dataset, usual(dataset.operation), FOLDS, SEED)
+        kernels[runs.name] = {
+            "device": found.dataset.device.key,
+            "problems": len(found.timings),
+            "configs": round(float(np.mean([len(t.rows) for t in found.timings])), 1),
+            "statuses": dict(found.dataset.statuses),
+            "methods": {
+                method: {
+                    "geomean": round(summary.geomean, 4),
+                    "p95": round(summary.p95, 4),
+                    "first three": round(summary.top["3"], 4),
+                }
+                for method, summary in found.summaries().items()
+            },
+        }
+        print(runs.name, json.dumps(kernels[runs.name]["methods"]), flush=True)
+    return {"kernels": kernels, "all": overall(kernels)}
+
+
+def overall(kernels: dict[str, Any]) -> dict[str, Any]:
+    """Return geometric means over the kernels: of regrets, and of the rivals' over the model's."""
+
+    def mean(method: str, figure: str = "geomean") -> float:
+        logs = [np.log(kernel["methods"][method][figure]) for kernel in kernels.values()]
+        return float(np.exp(np.mean(logs)))
+
+    gains = {f"over {rival}": round(mean(rival) / mean("model"), 4) for rival in RIVALS}
+    regret = {"geomean": mean("model"), "first three": mean("model", "first three")}
+    return {name: round(value, 4) for name, value in regret.items()} | gains
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--sample", type=Path, help="folder of new measurements; needs a GPU")
+    parser.add_argument("--judge", type=Path, help="folder of measurements")
+    parser.add_argument("--only", nargs="*", default=[], help="names of kernels")
+    parser.add_argument("--budget", default="55s", help="to measure one kernel")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.sample is not None:
+        sample(options.sample, options.only, options.budget)
+    if options.judge is not None:
+        paths = filter(None, [str(KERNELS.parent), os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for processes that judge folds
+        os.environ.setdefault("CONFPRED_FAMILIES", "published")
+        sys.path.insert(0, str(KERNELS.parent))
+        facts = {"provenance": provenance("torch", "triton", "lightgbm", gpu=False)}
+        write_json(options.out / "triton.json", facts | judge(options.judge))
+
+
+if __name__ == "__main__":
+    main()
