@@ -27,7 +27,7 @@ LARGEST_ERROR = {
     "float8_e4m3fn": 0.1, "float8_e5m2": 0.2, "bfloat16": 1.6e-2, "float16": 2e-3,
     "float32": 1e-4, "float64": 1e-10,
 }  # fmt: skip
-#: The same against the author's reference: Triton multiplies float32 as TF32 unless it is told not
+#: The same against the author's reference: Triton multiplies float32 as TF32 unless it is asked not
 #: to.
 REFERENCE_ERROR = {**LARGEST_ERROR, "float32": 2e-3}
 _L2_MULTIPLE = 3  # the tensors of all calls are this many times the L2 cache

@@ -30,9 +30,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_h100(captured: Any, launches: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures as on an H100, whose model the package has; choices are still given."""
-    monkeypatch.setattr(choosing, "device_of", lambda ordinal: H100)
-    monkeypatch.setattr(graph_cache, "_ordinals", lambda inputs: {0})
-    monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(choosing, "device_of", lambda ordinal: H100)  # no GPU is here
+    monkeypatch.setattr(graph_cache, "_ordinals", lambda inputs: {0})  # of tensors of the CPU
+    monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)  # kernels need a GPU
     return captured
 
 
@@ -163,7 +163,7 @@ def test_the_key_covers_what_choices_depend_on(on_h100: Any, monkeypatch: Any) -
             keys.add(find())
     with torch.backends.cudnn.flags(enabled=False):
         keys.add(find())
-    monkeypatch.setattr(graph_cache, "_sources", lambda: "others")
+    monkeypatch.setattr(graph_cache, "_sources", lambda: "others")  # as after an upgrade
     keys.add(find())
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor.load("models/h200-2026.11.25"))
     assert find() is None  # no model of this device
