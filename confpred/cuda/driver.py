@@ -57,6 +57,12 @@ def device_count() -> int:
         return 0
 
 
+def is_exclusive(ordinal: int) -> bool:
+    """Return whether no second process can use CUDA device `ordinal`, by its compute mode."""
+    prohibited, exclusive_process = 2, 3  # CUcomputemode
+    return _cuda_device(ordinal).properties.compute_mode in (prohibited, exclusive_process)
+
+
 def make_current(ordinal: int) -> Any:
     """Return the `cuda.core` device `ordinal`, its primary context current in this thread.
 

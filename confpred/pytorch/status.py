@@ -23,6 +23,7 @@ from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import loading
+from confpred.pytorch.run.tuning import Tuner
 
 log = logging.getLogger("confpred")
 NO_GPU = "not on a GPU, so confpred changes nothing"
@@ -42,6 +43,7 @@ class Calls:
         breaks: where Dynamo cut the first call, and why.
         failed: why the model runs as it is; empty where it does not.
         outside: name of a part that ran before the model was called.
+        tuner: measures its layers; None before the first capture.
     """
 
     made: int = 0
@@ -50,6 +52,7 @@ class Calls:
     breaks: tuple[str, ...] = ()
     failed: str = ""
     outside: str = ""
+    tuner: Tuner | None = None
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `captured`, and note what was captured."""
@@ -103,6 +106,7 @@ class Capture:
         was_slow: whether the log has said so.
         kept: of ``verify="network"``: why it runs with confpred's choices or without.
         is_rejected: whether it runs without.
+        tuner: measures its layers where no model knows the GPU.
         number: captures are counted in their order.
     """
 
@@ -120,6 +124,7 @@ class Capture:
     was_slow: bool = False
     kept: str = ""
     is_rejected: bool = False
+    tuner: Tuner | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     @contextmanager
@@ -384,6 +389,8 @@ def _remarks(
 
     if found and all(each.ordinal is None for each in found):
         yield NO_GPU
+    notes = [each.tuner.note for each in found if each.tuner is not None]
+    yield from dict.fromkeys(f"tune: {note}" for note in notes if note)
     if calls is not None and calls.failed:
         yield f"it runs as it is: {calls.failed}"
     elif calls is not None and not found:

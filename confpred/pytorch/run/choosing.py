@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,6 +92,10 @@ class Wishes:
 
 
 ANY = Wishes()
+#: From choices to those that run: measured ones in the place of guesses.
+Measure = Callable[[Sequence[Choice | None], Device, Wishes], Sequence[Choice | None]]
+#: In force during a capture (`confpred.pytorch.run.tuning`).
+measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -195,7 +200,9 @@ def weigh(problems: Sequence[Record], device: Device, wishes: Wishes = ANY) -> l
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    return [found.get(problem) for problem in problems]
+    chosen: Sequence[Choice | None] = [found.get(problem) for problem in problems]
+    measure = measuring.get()
+    return list(chosen if measure is None else measure(chosen, device, wishes))
 
 
 def choose(problem: Record, ordinal: int, wishes: Wishes = ANY) -> Choice | None:
