@@ -9,6 +9,7 @@ another driver or cuDNN its times say which candidates to measure first, and no 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import defaultdict
@@ -68,7 +69,7 @@ def _root(device: str) -> Path:
 
 
 def times_in(folder: Path, operation: Operation) -> Times:
-    """Return what was measured into `folder`; damaged shards are passed over with a warning."""
+    """Return what was measured into `folder`; a damaged shard is set aside with a warning."""
     found: dict[tuple[Record, Candidate, str], list[float]] = defaultdict(list)
     wrong = set()
     for shard in sorted(folder.glob("rows-*.parquet")):
@@ -79,6 +80,8 @@ def times_in(folder: Path, operation: Operation) -> Times:
             keyed = [(problem_of_row(row, operation.problem), row) for row in rows]
         except ConfpredError as error:
             log.warning("ignoring measurements: %s", error)
+            with contextlib.suppress(OSError):  # else no sampler would write here
+                shard.rename(shard.with_suffix(".damaged"))
             continue
         for problem, row in keyed:
             try:

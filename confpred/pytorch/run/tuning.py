@@ -178,7 +178,7 @@ class Tuner:
                 "in %s; tune=0 turns it off",
                 *(layers.device.product, left_s, layers.folder),
             )
-        runs, suite = find_gpus(str(layers.ordinal)), Suite("tuned", (Entry(problems[0]),))
+        suite = Suite("tuned", (Entry(problems[0]),))
         for number, most in enumerate(_ROUNDS):
             chosen = partial(_tasks, layers, problems, most, layers.hints())
             while (left_s := deadline - time.monotonic()) > _ROUND_S * (number > 0):
@@ -186,10 +186,11 @@ class Tuner:
                     processes=len(os.sched_getaffinity(0)), budget_s=left_s, measure=JOB,
                     silence_s=_SILENCE_S,
                 )  # fmt: skip
+                here = Here(find_gpus(str(layers.ordinal)), settings)  # a run of its own
                 try:
                     sample(
-                        suite, layers.folder, Here(runs, settings), settings, chosen=chosen,
-                        interrupts=partial(_over, deadline + _GRACE_S), show=self._show,
+                        suite, layers.folder, here, settings, chosen=chosen, show=self._show,
+                        interrupts=partial(_over, deadline + _GRACE_S),
                     )  # fmt: skip
                     break
                 except FolderBusy:  # another process measures the same, perhaps
