@@ -54,18 +54,20 @@ Times = Mapping[Record, tuple[Timed, ...]]
 
 def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Path:
     """Return the folder of what was measured on a device (by its key) under these versions."""
-    return _root(device) / f"{driver}_{cudnn or 'none'}" / operation.name
+    return _root() / device / f"{driver}_{cudnn or 'none'}" / operation.name
 
 
 def folders_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
-    """Return the folders that there are, of one driver or all, the last one written to first."""
-    found = _root(device).glob(f"{driver}_*/{operation.name}")
-    return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    """Return the folders that there are, of one driver or all, the last one written to first; the
+    device ``*`` is every one."""
+    shards = _root().glob(f"{device}/{driver}_*/{operation.name}/rows-*.parquet")
+    folders = {shard.parent for shard in shards}
+    return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
-def _root(device: str) -> Path:
+def _root() -> Path:
     chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen or user_folder("cache")) / "tuned" / device
+    return Path(chosen or user_folder("cache")) / "tuned"
 
 
 def times_in(folder: Path, operation: Operation) -> Times:

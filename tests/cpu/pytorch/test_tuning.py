@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 import tuning_jobs
+from command_line import confpred as command
+from command_line import named
 from filelock import FileLock
 from torch import nn
 
@@ -33,6 +35,7 @@ from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_of
 from confpred.measure.timing import Outcome
 from confpred.predict.choice import Choice
+from confpred.predict.plan import read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem import device as devices
 from confpred.problem.conv2d import CONVOLUTION, Problem
@@ -452,3 +455,22 @@ def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
     assert statuses == ["ok", "wrong_result", "launch_error", "wrong_result", "wrong_result"]
     assert reported == rows
     assert "against PyTorch's result is 0.1" in found[1].message
+
+
+# What is kept is exported, and learned from.
+
+
+def test_answers_become_a_plan(board, tmp_path) -> None:
+    (choice,) = board.ask(Tuner(60.0))
+    none = command("plan", "export", "--device", "a100", "--kept", "--out", tmp_path / "none")
+    named(none, "device='a100' is not allowed; allowed: a device that tuning has measured here", 2)
+    out = tmp_path / "plan.json"
+    done = command("plan", "export", "--device", board.device.key, "--kept", "--out", out)
+    assert "1 layer on test-board" in done.stdout, done.stderr
+    (planned,) = read_plan(out).choices
+    assert (planned.candidate, planned.source) == (choice.candidate, "measured")
+    assert (planned.predicted_ms, planned.pytorch_ms) == (0.5, 1.0)
+    both = command(
+        *("plan", "export", "--device", "h100", "--kept", "--layer", str(LAYER), "--out", out)
+    )
+    named(both, "give either --kept, or --layer or --network", 2)
