@@ -110,17 +110,18 @@ def answer(
 ) -> Choice | None:
     """Return the fastest of the candidates `timed`, which rise in time, that is legal, keeps within
     `limits` and is of today's kernels; None where PyTorch's operator was not measured."""
-    current = [each for each in timed if _is_current(problem, device, each, limits)]
-    pytorch = next((each.ms for each in current if each.candidate == PYTORCH_OPERATOR), None)
-    if pytorch is None:
+    every = list(timed)
+    digest = epilogue_source(problem)  # of what follows PyTorch's operator
+    pytorch = [t.ms for t in every if (t.candidate, t.digest) == (PYTORCH_OPERATOR, digest)]
+    if not pytorch:
         return None
-    best = current[0] if current[0].ms < GAIN * pytorch else Timed(PYTORCH_OPERATOR, pytorch, "")
-    return Choice(problem, device.key, "measured", best.candidate, best.ms, pytorch_ms=pytorch)
+    faster = (each for each in every if each.ms < GAIN * pytorch[0])
+    best = next((each for each in faster if _is_current(problem, device, each, limits)), None)
+    candidate, ms = (PYTORCH_OPERATOR, pytorch[0]) if best is None else (best.candidate, best.ms)
+    return Choice(problem, device.key, "measured", candidate, ms, pytorch_ms=pytorch[0])
 
 
 def _is_current(problem: Record, device: Device, timed: Timed, limits: Limits) -> bool:
-    if timed.candidate == PYTORCH_OPERATOR:
-        return timed.digest == epilogue_source(problem)
     family, row = families_of(problem).get(timed.candidate.provider), timed.candidate.config_id
     if family is None or not family.legal(problem, device)[row]:
         return False

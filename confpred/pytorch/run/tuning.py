@@ -72,6 +72,7 @@ _BUSY_S = 0.5  # between two looks whether another process still measures
 _CONTEXT_BYTES, _COPIES = 3 << 29, 12
 #: Largest ||out - PyTorch's|| / ||PyTorch's||: algorithms differ in how they round.
 LARGEST_ERROR = {"float16": 1e-2, "bfloat16": 4e-2, "float32": 1e-2}
+_FURTHER = "`confpred retrain --kept` makes a model of them, `confpred submit` shares them"
 #: Import path of the job function for `MeasureJob`s.
 JOB = f"{__name__}:compared_job"
 
@@ -129,6 +130,8 @@ class Tuner:
     def _answers(self, layers: _Layers, problems: Sequence[Record]) -> dict[Record, Choice]:
         """Return the answers that are kept, after measuring what can be measured now."""
         found = self._kept(layers, problems)
+        if found and not self.note:
+            self.note = f"answers are kept in {layers.folder}; {_FURTHER}"
         missing = [p for p in problems if p not in found and p not in self._tried]
         self._tried.update(missing)
         if not missing or self._left_s(layers.device) <= 0:
@@ -148,7 +151,7 @@ class Tuner:
         self.note = (
             f"measured {answered} of {len(missing)} layers in {self.spent_s:.0f} s"
             + f", for {short} the GPU lacks memory" * bool(short)
-            + "; `confpred retrain --kept` makes a model of them"
+            + f"; {_FURTHER}"
         )
         log.info("tune: %s", self.note)
         return found

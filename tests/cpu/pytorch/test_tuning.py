@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from filelock import FileLock
 from torch import nn
 
 import confpred
+from confpred.client import transfer
 from confpred.cuda import driver
 from confpred.data.measurements import Run
 from confpred.errors import InvalidInput
@@ -129,7 +130,10 @@ def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> Non
     assert lines.count(lines[0]) >= 2  # before and after the candidates
     second = Tuner(60.0)
     assert board.ask(second) == [choice]
-    assert (board.measured(), second.spent_s, second.note) == (lines, 0.0, "")
+    assert (board.measured(), second.spent_s) == (lines, 0.0)
+    assert second.note.startswith(
+        f"answers are kept in {board.folder()}; `confpred retrain --kept`"
+    )
 
 
 def test_layers_that_take_longest_come_first_and_what_is_alike_is_measured_less(board) -> None:
@@ -470,7 +474,23 @@ def test_answers_become_a_plan(board, tmp_path) -> None:
     (planned,) = read_plan(out).choices
     assert (planned.candidate, planned.source) == (choice.candidate, "measured")
     assert (planned.predicted_ms, planned.pytorch_ms) == (0.5, 1.0)
-    both = command(
-        *("plan", "export", "--device", "h100", "--kept", "--layer", str(LAYER), "--out", out)
-    )
+    words = ("plan", "export", "--device", "h100", "--layer", str(LAYER))
+    both = command(*words, "--kept", "--out", tmp_path / "both.json")
     named(both, "give either --kept, or --layer or --network", 2)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_measurements_that_are_kept_are_submitted(board, monkeypatch, accepts) -> None:
+    board.ask(Tuner(60.0))
+    shards = [shard.name for shard in board.folder().glob("rows-*.parquet")]
+
+    @contextmanager
+    def submitting(url: str, folder: Path) -> Iterator[None]:
+        yield
+        (folder / transfer.SENT).write_text("\n".join(shards * accepts))
+
+    monkeypatch.setattr(transfer, "submitting", submitting)  # there is no service
+    done = command("submit", "--url", "http://127.0.0.1:8000")
+    assert done.returncode == (0 if accepts else 1), done.stderr
+    count = f"{len(shards) * accepts} of {len(shards)} files are at http://127.0.0.1:8000"
+    assert done.stdout == f"{board.folder()}: {count}\n"
