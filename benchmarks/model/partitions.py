@@ -104,8 +104,8 @@ def partition_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcom
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was measured of a problem: milliseconds of candidates, the fastest first, and what the
-    predictor says: its order, and the bound that it has on the whole GPU."""
+    """Milliseconds of a problem's candidates, the fastest first, and the predictor's answer: its
+    order, and its bound on the whole GPU."""
 
     times: Mapping[Any, float]
     order: Sequence[Any]

@@ -461,7 +461,7 @@ def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
     assert "against PyTorch's result is 0.1" in found[1].message
 
 
-# What is kept is exported, and learned from.
+# Kept answers are exported and submitted.
 
 
 def test_answers_become_a_plan(board, tmp_path) -> None:
