@@ -251,6 +251,8 @@ class _Layers:
         """Return why nothing can be measured now, in words; empty where it can."""
         if _ranks() > 1:
             return "ranks of torch.distributed use answers that one process has kept before"
+        if driver.is_part(self.ordinal):
+            return "other processes see all of a GPU that this context has a part of"
         if driver.is_exclusive(self.ordinal):
             return "the GPU's compute mode allows one process"
         return ""

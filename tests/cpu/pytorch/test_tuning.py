@@ -73,12 +73,18 @@ class Board:
         patch.setattr(os, "sched_getaffinity", lambda _: ())  # nothing is compiled
 
     def facts(
-        self, version: str = DRIVER, *, free: int = 80 << 30, exclusive: bool = False
+        self,
+        version: str = DRIVER,
+        *,
+        free: int = 80 << 30,
+        exclusive: bool = False,
+        part: bool = False,
     ) -> None:
         name = self.device.product
         self.patch.setattr(driver, "device_of", lambda _: self.device)
         self.patch.setattr(driver, "describe", lambda _: (name, version))
         self.patch.setattr(driver, "is_exclusive", lambda _: exclusive)
+        self.patch.setattr(driver, "is_part", lambda _: part)
         self.patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
 
         def find_gpus(gpus: str) -> dict[int, Run]:
@@ -287,15 +293,21 @@ def test_layers_that_the_memory_does_not_hold_are_left_out(board) -> None:
     assert "for 1 the GPU lacks memory" in tuner.note
 
 
-def test_an_exclusive_gpu_is_left_alone(board, caplog) -> None:
-    board.facts(exclusive=True)
+@pytest.mark.parametrize(("fact", "reason"), [
+    ("exclusive", "the GPU's compute mode allows one process"),
+    ("part", "other processes see all of a GPU that this context has a part of"),
+])  # fmt: skip
+def test_a_gpu_that_other_processes_cannot_measure_is_left_alone(
+    board, caplog, fact, reason
+) -> None:
+    board.facts(**{fact: True})
     tuner = Tuner(60.0)
     for _ in range(2):
         assert board.ask(tuner)[0].is_guess
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(told) == 1
-    assert "compute mode allows one process" in told[0]
-    assert tuner.note == "the GPU's compute mode allows one process"
+    assert reason in told[0]
+    assert tuner.note == reason
 
 
 @pytest.mark.passes_fail
