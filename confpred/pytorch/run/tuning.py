@@ -66,6 +66,7 @@ _ROUNDS, _ROUND_S = (4, 12), 10.0
 _ALIKE = 2
 #: A candidate that says nothing for so long hangs; so long after the budget all is stopped.
 _SILENCE_S, _GRACE_S = 20.0, 5.0
+_PROCESSES = 16  # that compile, at most; each holds 100 MB of the host's memory
 _BUSY_S = 0.5  # between two looks whether another process still measures
 #: Memory of a second process: its context and libraries, and times what a layer reads and writes,
 #: as operands come several times and the reference is in float64.
@@ -186,8 +187,8 @@ class Tuner:
             chosen = partial(_tasks, layers, problems, most, layers.hints())
             while (left_s := deadline - time.monotonic()) > _ROUND_S * (number > 0):
                 settings = Settings(
-                    processes=len(os.sched_getaffinity(0)), budget_s=left_s, measure=JOB,
-                    silence_s=_SILENCE_S,
+                    processes=min(len(os.sched_getaffinity(0)), _PROCESSES), budget_s=left_s,
+                    silence_s=_SILENCE_S, measure=JOB,
                 )  # fmt: skip
                 here = Here(find_gpus(str(layers.ordinal)), settings)  # a run of its own
                 try:
