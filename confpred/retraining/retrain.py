@@ -171,7 +171,9 @@ class _Retraining:
         return found
 
     def train(self) -> None:
-        data = [*self.request.data, *self.request.kept, self.request.folder / "rows"]
+        rows, kept = self.request.folder / "rows", self.request.kept
+        own = [] if kept and not any(rows.glob("*.parquet")) else [rows]  # nothing was left
+        data = [*self.request.data, *kept, *own]
         dataset = read_dataset(data, self.request.device.key)
         judging = {entry.problem.layer() for entry in offers.to_judge_by(self.request.suite)}
         # Tuning does not know of which network a layer is.

@@ -54,6 +54,7 @@ from confpred.sampler.tasks import task_of
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, groups=64, padding=1)
 LARGER = replace(LAYER, n=8, h=28, w=28)
 DRIVER = "580.1"
+_PROCESSES = pytest.mark.slow(reason="processes start again and again")
 
 
 class Board:
@@ -178,7 +179,9 @@ def test_nothing_is_measured_or_followed_without_a_budget(board) -> None:
     assert board.measured() == lines
 
 
-@pytest.mark.parametrize("fault", ["crash", "hang", "fault", "wrong"])
+@pytest.mark.parametrize("fault", [
+    "hang", "wrong", *(pytest.param(fault, marks=_PROCESSES) for fault in ("crash", "fault"))
+])  # fmt: skip
 def test_a_candidate_that_fails_costs_itself(board, monkeypatch, fault) -> None:
     only = "depthwise_fprop"
     few = [Candidate(only, row) for row in _legal(only, board.device)[:3]]
@@ -210,6 +213,7 @@ def test_a_budget_ends_what_hangs(board, monkeypatch) -> None:
     assert board.measured() == before
 
 
+@_PROCESSES
 def test_new_shapes_are_measured_while_the_budget_lasts(board) -> None:
     tuner = Tuner(60.0)
     board.ask(tuner)
@@ -219,6 +223,7 @@ def test_new_shapes_are_measured_while_the_budget_lasts(board) -> None:
     assert tuner.spent_s > spent > 0
 
 
+@_PROCESSES
 def test_another_driver_makes_answers_a_hint(board) -> None:
     (choice,) = board.ask(Tuner(60.0))
     lines = len(board.measured())
@@ -260,6 +265,7 @@ def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypat
     assert kept.answer(LAYER, board.device, times[:1], UNLIMITED) is None
 
 
+@_PROCESSES
 def test_while_another_process_measures_others_wait_and_take_its_answers(board) -> None:
     found: list[list[Choice]] = []
     threads = [threading.Thread(target=lambda: found.append(board.ask(Tuner(60.0)))) for _ in "ab"]
@@ -310,6 +316,7 @@ def test_a_gpu_that_other_processes_cannot_measure_is_left_alone(
     assert tuner.note == reason
 
 
+@_PROCESSES
 @pytest.mark.passes_fail
 def test_a_gpu_that_always_fails_is_given_up(board, monkeypatch, caplog) -> None:
     monkeypatch.setattr(tuning, "JOB", "tuning_jobs:no_such_job")
@@ -355,7 +362,7 @@ print(layers.why_unmeasured())
 """
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=_PROCESSES)])
 def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, first) -> None:
     """And none waits for another one; those that differ may have other folders."""
     command = [sys.executable, "-c", _RANK]
@@ -392,7 +399,7 @@ def test_options_are_checked() -> None:
             Options.of({"tune": value})
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=_PROCESSES)])
 def test_the_first_capture_measures_and_status_says_so(
     board, captured, launches, monkeypatch, compiled
 ) -> None:
