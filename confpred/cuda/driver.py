@@ -60,7 +60,7 @@ def device_count() -> int:
 def is_exclusive(ordinal: int) -> bool:
     """Return whether no second process can use CUDA device `ordinal`, by its compute mode."""
     prohibited, exclusive_process = 2, 3  # CUcomputemode
-    return _cuda_device(ordinal).properties.compute_mode in (prohibited, exclusive_process)
+    return int(_cuda_device(ordinal).properties.compute_mode) in (prohibited, exclusive_process)
 
 
 def make_current(ordinal: int) -> Any:
@@ -93,7 +93,8 @@ def device_of(ordinal: int) -> Device:
 
 def is_part(ordinal: int) -> bool:
     """Return whether this thread's context has a part of the multiprocessors of a CUDA device."""
-    return 0 < _context_sm_count(ordinal) < _cuda_device(ordinal).properties.multiprocessor_count
+    count = int(_cuda_device(ordinal).properties.multiprocessor_count)
+    return 0 < _context_sm_count(ordinal) < count
 
 
 def _context_sm_count(ordinal: int) -> int:
