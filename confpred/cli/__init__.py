@@ -26,6 +26,7 @@ COMMANDS = {
         "update",
         "Measure this machine's GPU, train on it, and use the model if it is better.",
     ),
+    "submit": ("update", "Send measurements to a service, such as those that tuning has kept."),
     "drift": ("update", "Time a few of a model's configs again, to check the model."),
     "models": ("models", "List, fetch and verify models, here and at a service."),
     "evaluate": ("learn", "Judge configs chosen for networks that were not trained on."),

@@ -256,6 +256,7 @@ def plan() -> None:
 @model_option
 @plan_option
 @click.option("--kernels", is_flag=True, help="Compile the kernels, and write a folder with them.")
+@click.option("--kept", is_flag=True, help="The answers that tuning measured for the device.")
 @click.option("--out", type=OUTPUT, required=True, help="The plan to write.")
 @force_option
 def export(
@@ -266,10 +267,13 @@ def export(
     model: Path | None,
     plan: Path | None,
     kernels: bool,
+    kept: bool,
     out: Path,
     force: bool,
 ) -> None:
     """Choose for all layers of a network, and write the plan. Needs no GPU.
+
+    With --kept the plan has what `confpred.optimize` measured and kept in place of a network.
 
     \b
     confpred plan export --device h100 --network datasets/suites/smoke.json --out plan.json
@@ -283,8 +287,13 @@ def export(
         check_new_folder("out", out)
     else:
         check_files({"out": out}, force=force, inputs=[network, model, plan])
-    problems = problems_of(layers, operation, network)
-    made = plan_of(predictor_for(problems, model, plan).choose_many(problems, device))
+    if kept and (layers or network):
+        raise click.UsageError("give either --kept, or --layer or --network")
+    if kept:
+        made = plan_of(kept_choices(device, operation))
+    else:
+        problems = problems_of(layers, operation, network)
+        made = plan_of(predictor_for(problems, model, plan).choose_many(problems, device))
     compiled = None
     if kernels:
         from confpred.cuda.compiler import compiled_files  # needs the extra gpu
@@ -292,6 +301,26 @@ def export(
         compiled = compiled_files(made.specs(), made.arch)
     write_plan(out, made, kernels=compiled, replace=force)
     click.echo(f"{out}: {_plan_summary(made)}")
+
+
+def kept_choices(device: str, operation: str | None) -> list[Choice]:
+    """Return the answers that tuning has kept for a device.
+
+    Raises:
+        InvalidInput: there are none.
+    """
+    from confpred.families.registry import operation_named
+    from confpred.problem.device import get_device
+    from confpred.problem.limits import UNLIMITED
+
+    require_packages("data", "pyarrow")
+    from confpred.sampler.kept import answers
+
+    known = get_device(device)
+    found = answers(known, operation_named(operation or "conv2d"), UNLIMITED)
+    if not found:
+        raise InvalidInput("device", known.key, "a device that tuning has measured here")
+    return found
 
 
 @plan.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -28,7 +29,7 @@ from confpred.cli.arguments import (
 from confpred.cli.sample import check_pytorch, cores, find_gpu, parse_duration
 from confpred.data.suites import join, read_suite
 from confpred.errors import InvalidInput
-from confpred.problem.conv2d import DIRECTIONS
+from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS
 from confpred.training import MODULES
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ NOT_BETTER = 3
     multiple=True,
     help="With --from: measurements to judge by, never to train on; may be repeated.",
 )
+@click.option("--kept", is_flag=True, help="Learn from what tuning measured and kept, too.")
 @timeout_option
 def retrain(
     device: str,
@@ -93,6 +95,7 @@ def retrain(
     pytorch: bool,
     source: str | None,
     holdout: tuple[Path, ...],
+    kept: bool,
     timeout: str,
 ) -> None:
     """Measure this GPU, train on it, and use the model if it is better.
@@ -101,7 +104,9 @@ def retrain(
     1. measures, for most of the budget, the problems of most worth a minute:
        far from those measured before, or with a large bound on regret; of each,
        20 configs that the present model puts first and 20 random ones
-    2. trains on these, on the measurements of earlier runs, and on --data
+    2. trains on these, on the measurements of earlier runs, and on --data; with
+       --kept also on those that `confpred.optimize` kept for this GPU, which
+       are not measured again
     3. lets the old and the new model choose for networks held out of training,
        and measures the choices that differ
     4. puts the new model where `confpred.optimize` and `confpred predict` find
@@ -122,6 +127,7 @@ def retrain(
     \b
     confpred retrain --device cuda:0 --budget 15m
     confpred retrain --budget 1h --data datasets/h100
+    confpred retrain --kept
     confpred retrain --from http://127.0.0.1:8000 --device h100 --data base --holdout holdout
     confpred drift        # later, to check the model
     """
@@ -143,6 +149,12 @@ def retrain(
     check_folder("folder", where)
     settings = Sampling(pytorch=pytorch, processes=jobs or cores(), silence_s=silence_s)
     request = Request(described, runs, suite, budget_s, data, where, settings)
+    if kept:
+        from confpred.sampler.kept import folders_of
+
+        (run,) = runs.values()
+        folders = folders_of(described.key, CONVOLUTION, run.driver)
+        request = replace(request, kept=tuple(folders))
     sys.exit(retrain_and_report(request))
 
 
@@ -203,6 +215,37 @@ def verdict_lines(report: RetrainingReport) -> list[str]:
         f"published: against {old}, {report.verdict.why}",
         f"in use from now on: {report.published}",
     ]
+
+
+@click.command("submit")
+@click.argument("folders", type=FOLDER, nargs=-1)
+@click.option("--url", required=True, help="Service to send to, such as http://127.0.0.1:8000.")
+def submit(folders: tuple[Path, ...], url: str) -> None:
+    """Send the measurements in FOLDERS to a service, each file once.
+
+    Without FOLDERS they are those that `confpred.optimize` made and kept on this machine, where no
+    model knew its GPU: layers' sizes, configs and times, and names of the GPU and its driver. A
+    token is read from CONFPRED_TOKEN.
+
+    Exit code: 0 if the service has all of them, else 1.
+
+    \b
+    confpred submit --url http://127.0.0.1:8000
+    confpred submit --url http://127.0.0.1:8000 runs
+    """
+    from confpred.cli.sample import submitting
+    from confpred.sampler.kept import folders_of
+
+    require_packages("client", "httpx")
+    left = 0
+    for folder in folders or folders_of("*", CONVOLUTION):
+        with submitting(url, folder):
+            pass
+        record, shards = folder / ".submitted", [path.name for path in folder.glob("rows-*")]
+        sent = record.read_text().split() if record.exists() else []
+        left += (missing := sum(name not in sent for name in shards))
+        click.echo(f"{folder}: {len(shards) - missing} of {len(shards)} files are at {url}")
+    sys.exit(1 if left else 0)
 
 
 _SHOWN = 5

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from confpred.cuda.compiler import CompiledKernel
-from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates
+from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates, part_of
 from confpred.errors import LaunchError, MissingExtra, UnknownDevice
 from confpred.problem.device import Device
 from confpred.problem.operation import Launch, Step
@@ -57,6 +57,12 @@ def device_count() -> int:
         return 0
 
 
+def is_exclusive(ordinal: int) -> bool:
+    """Return whether no second process can use CUDA device `ordinal`, by its compute mode."""
+    prohibited, exclusive_process = 2, 3  # CUcomputemode
+    return int(_cuda_device(ordinal).properties.compute_mode) in (prohibited, exclusive_process)
+
+
 def make_current(ordinal: int) -> Any:
     """Return the `cuda.core` device `ordinal`, its primary context current in this thread.
 
@@ -70,7 +76,8 @@ def make_current(ordinal: int) -> Any:
 
 
 def device_of(ordinal: int) -> Device:
-    """Return the description of CUDA device `ordinal`.
+    """Return the description of CUDA device `ordinal`, or of the part that this thread's context
+    has of it.
 
     A GPU that is in no table is measured, once a user and driver (`confpred.cuda.discovery`).
 
@@ -80,7 +87,31 @@ def device_of(ordinal: int) -> Device:
     description = _describe_device(ordinal)
     if isinstance(description, UnknownDevice):
         raise description
-    return description
+    count = _context_sm_count(ordinal)
+    return part_of(description, count) if 0 < count < description.sm_count else description
+
+
+def is_part(ordinal: int) -> bool:
+    """Return whether this thread's context has a part of the multiprocessors of a CUDA device."""
+    count = int(_cuda_device(ordinal).properties.multiprocessor_count)
+    return 0 < _context_sm_count(ordinal) < count
+
+
+def _context_sm_count(ordinal: int) -> int:
+    """Return the multiprocessors of this thread's context, if it is of CUDA device `ordinal`; 0
+    where there is none, or the driver does not say."""
+    try:
+        from cuda.bindings import driver
+
+        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        _, context = driver.cuCtxGetCurrent()
+        code, device = driver.cuCtxGetDevice()
+        if code != driver.CUresult.CUDA_SUCCESS or int(device) != ordinal:
+            return 0
+        code, resource = driver.cuCtxGetDevResource(context, kind)
+        return int(resource.sm.smCount) if code == driver.CUresult.CUDA_SUCCESS else 0
+    except Exception:  # an older driver has no such parts
+        return 0
 
 
 @lru_cache

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from confpred.problem.record import Record
 from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, passes, training
 from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
-from confpred.pytorch.run import choosing, verify
+from confpred.pytorch.run import choosing, tuning, verify
 from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.graphs import (
     GraphMemory,
@@ -69,6 +70,9 @@ class Options:
             confpred's choices and without, and keep the faster; a graph compiles twice.
         max_regret: take a prediction only where the bound on its regret is at most this.
         limits: every choice keeps within them.
+        tune: measure layers whose answers are guesses, for at most so many seconds of a network,
+            and keep the answers (`confpred.pytorch.run.tuning`); 0 measures nothing and follows no
+            such answers. None: 60 on a GPU that no model knows, else 0.
 
     Raises:
         InvalidInput: a value is not allowed.
@@ -80,6 +84,7 @@ class Options:
     verify: int | str = 0
     max_regret: float | None = None
     limits: Limits = UNLIMITED
+    tune: float | None = None
 
     def __post_init__(self) -> None:
         for name, more in (("inductor", ", or None"), ("graphs", ""), ("freeze", "")):
@@ -89,7 +94,15 @@ class Options:
         counted = type(self.verify) is int and 0 <= self.verify <= 8
         if not counted and self.verify != NETWORK:
             raise InvalidInput("verify", self.verify, f"an integer from 0 to 8, or {NETWORK!r}")
+        tune = self.tune
+        if tune is not None and not (type(tune) in (int, float) and 0 <= tune < math.inf):
+            raise InvalidInput("tune", tune, "seconds, or None")
         _ = self.constraints
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for an option that a pickle of an earlier version lacks."""
+        if name != "tune":
+            raise AttributeError(name)
 
     @property
     def constraints(self) -> Constraints:
@@ -192,11 +205,27 @@ class Compiler:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph of Dynamo's; see `confpred`."""
         self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
-        with self.capture.compiling("PyTorch traces it"):
+        with self.capture.compiling("PyTorch traces it"), self._measuring():
             compiled = self._compile(gm, example_inputs)
             if self.options.verify == NETWORK and self.sites:
                 compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Let guesses of the block be measured, once its device is known (`chooser`)."""
+        calls, options = self._calls, self.options
+        timed = isinstance(options.verify, int) and options.verify > 0  # measures by itself
+        tune = 0.0 if timed else options.tune
+        tuner = tuning.of_process(tune) if calls is None else calls.tuner or tuning.Tuner(tune)
+        if calls is not None:
+            calls.tuner = tuner
+        self.capture.tuner = tuner
+        former = choosing.measuring.set(None)
+        try:
+            yield
+        finally:
+            choosing.measuring.reset(former)
 
     def _race_pytorch(self, chosen: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Return a function that keeps the faster of `chosen` and the same graph by PyTorch."""
@@ -294,7 +323,11 @@ class Compiler:
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return a function that chooses for the GPU of `graph`; None if it is on no GPU."""
         ordinal = ordinal_of(graph)
-        return None if ordinal is None or not self._chooses else chooser(ordinal, self.options)
+        if ordinal is None or not self._chooses:
+            return None
+        if self.capture.tuner is not None:
+            choosing.measuring.set(self.capture.tuner.on(ordinal))
+        return chooser(ordinal, self.options)
 
     def _inductor_device(self, graph: fx.Graph) -> Device | None:
         """Return the device that Inductor compiles `graph` for; None where it does not."""

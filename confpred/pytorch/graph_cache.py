@@ -129,7 +129,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     is_open = not all(isinstance(x, Tensor) for x in inputs)
     is_open |= not all(type(size) is int for size in sizes)
     ordinals = _ordinals(inputs)
-    if is_open or options.verify or options.freeze or len(ordinals) > 1:
+    if is_open or options.verify or options.tune or options.freeze or len(ordinals) > 1:
         return None
     cudnn = torch.backends.cudnn
     facts: list[Any] = [_sources(), options, cudnn_version(), convolutions_allow_tf32()]

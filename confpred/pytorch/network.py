@@ -62,8 +62,8 @@ def optimize(
             and autocast modes in force, and its outputs (in training its gradients, too) are
             compared with the original's. Without it the first call captures.
         dynamic: as of ``torch.compile``: None lets a size that changes become an open one.
-        options: ``inductor``, ``graphs``, ``freeze``, ``verify``, ``max_regret`` and ``limits``, as
-            in `confpred.pytorch.backend.Options`.
+        options: ``inductor``, ``graphs``, ``freeze``, ``verify``, ``max_regret``, ``limits`` and
+            ``tune``, as in `confpred.pytorch.backend.Options`.
 
     Returns:
         `model` itself.

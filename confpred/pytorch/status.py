@@ -23,6 +23,7 @@ from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import loading
+from confpred.pytorch.run.tuning import Tuner
 
 log = logging.getLogger("confpred")
 NO_GPU = "not on a GPU, so confpred changes nothing"
@@ -43,6 +44,7 @@ class Calls:
         failed: why the model runs without capture; empty if it is captured.
         outside: name of a part that ran before the model was called; empty for none.
         is_training: whether the model was in training mode at the last call.
+        tuner: measures its layers; None before the first capture.
     """
 
     made: int = 0
@@ -52,6 +54,7 @@ class Calls:
     failed: str = ""
     outside: str = ""
     is_training: bool = False
+    tuner: Tuner | None = None
 
     def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `captured`, and record its captures."""
@@ -106,6 +109,7 @@ class Capture:
         was_slow: whether a slow capture was logged.
         kept: with ``verify="network"``, why it runs with confpred's choices or without; else empty.
         is_rejected: whether it runs without confpred's choices.
+        tuner: measures its layers where no model knows the GPU; else None.
         number: its number in the order of captures.
     """
 
@@ -123,6 +127,7 @@ class Capture:
     was_slow: bool = False
     kept: str = ""
     is_rejected: bool = False
+    tuner: Tuner | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     @contextmanager
@@ -388,6 +393,8 @@ def _remarks(
 
     if captures and all(capture.ordinal is None for capture in captures):
         yield NO_GPU
+    notes = [capture.tuner.note for capture in captures if capture.tuner is not None]
+    yield from dict.fromkeys(f"tune: {note}" for note in notes if note)
     if calls is not None and calls.failed:
         yield f"it runs in eager mode: {calls.failed}"
     elif calls is not None and not captures:

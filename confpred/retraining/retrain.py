@@ -39,6 +39,7 @@ from confpred.retraining import offers
 from confpred.retraining.drift import times_in
 from confpred.retraining.offers import Costs, is_held_out
 from confpred.sampler.run import Here, Sampling, Tally, sample
+from confpred.sampler.store import measured_in
 from confpred.sampler.tasks import Task
 from confpred.training.dataset import read_dataset
 from confpred.training.fit import Hyperparameters
@@ -73,6 +74,7 @@ class Request:
     folder: Path  # folder of the session
     settings: Sampling  # of the sampler; their budget and choice of configs do not count
     hyper: Hyperparameters | None = None
+    kept: tuple[Path, ...] = ()  # what tuning has measured (`confpred.sampler.kept`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class _Retraining:
         predictor = Predictor(self.models)
 
         def chosen(measured: offers.Have) -> list[Task]:
+            measured = self.with_kept(measured)
             what, settings = (request.suite, device, model, predictor), request.settings
             costs = Costs(processes=settings.processes)
             how: dict[str, Any] = {"costs": costs, "seed": number, "pytorch": settings.pytorch}
@@ -160,9 +163,23 @@ class _Retraining:
 
         self.measure("rows", "learning_s", left, chosen)
 
+    def with_kept(self, measured: offers.Have) -> offers.Have:
+        """Return what is measured, here or by tuning."""
+        operation, every = operation_of(self.request.suite.entries[0].problem), dict(measured)
+        for folder in self.request.kept:
+            for key, configs in measured_in(folder, operation, self.request.device.key).items():
+                every[key] = {*every.get(key, ()), *configs}
+        return every
+
     def train(self) -> None:
-        data = [*self.request.data, self.request.folder / "rows"]
+        rows, kept = self.request.folder / "rows", self.request.kept
+        own = [] if kept and not any(rows.glob("*.parquet")) else [rows]  # nothing was left
+        data = [*self.request.data, *kept, *own]
         dataset = read_dataset(data, self.request.device.key)
+        judging = {entry.problem.layer() for entry in offers.to_judge_by(self.request.suite)}
+        # Tuning does not know of which network a layer is.
+        learned = [t for t in dataset.timings if t.networks or t.problem.layer() not in judging]
+        dataset = replace(dataset, timings=tuple(learned))
         networks = {name for t in dataset.timings for name in t.networks}
         held_out = sorted(name for name in networks if is_held_out([name]))
         problems = {t.problem for t in dataset.timings}

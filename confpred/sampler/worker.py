@@ -7,14 +7,15 @@ how it ended and its last report, and starts another.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal
 
 from confpred.concurrency import end_with, stops_held
@@ -51,7 +52,10 @@ class Failed:
 
 
 class JobProcess:
-    """One spawned process, started at its first job and again after each failure.
+    """One process, started at its first job and again after each failure.
+
+    It runs nothing of the program's ``__main__``, as `multiprocessing` would: a script that is not
+    written for that would begin again there.
 
     Args:
         function: the import path of a `JobFunction`.
@@ -66,7 +70,7 @@ class JobProcess:
         self.connection: Connection | None = None
         self._function = function
         self._silence_s = silence_s
-        self._process: BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.job: Any = None
         self._started = self._heard = 0.0
         self._reported: int | None = None
@@ -113,33 +117,34 @@ class JobProcess:
             return
         connection.close()  # an idle worker ends when its pipe does
         if not kill and self.job is None:
-            process.join(_STOP_SECONDS)
+            _ended(process)
         process.kill()
-        process.join()
+        process.wait()
         self.job = None
 
     def _fail(self, how: Literal["error", "died", "silent"], message: str) -> Failed:
         process, reported = self._process, self._reported
         if how == "died" and process is not None:
-            process.join(_STOP_SECONDS)
-            message += f" ({_exit_text(process.exitcode)})"
+            message += f" ({_exit_text(_ended(process))})"
         self.stop(kill=True)
         return Failed(how, message, reported)
 
     def _spawn(self) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._function), daemon=True)
-        with stops_held():
-            self._process.start()
-        theirs.close()
+        ours, theirs = Pipe()
+        call = f"serve({theirs.fileno()}, {self._function!r}, {os.getpid()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; {call}"
+        command = [sys.executable, "-c", code]
+        with theirs, stops_held():
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
         return ours
 
 
-def _serve(connection: Connection, function: str) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        end_with(parent.pid)
+def serve(pipe: int, function: str, parent: int) -> None:
+    """Run the jobs that come through the file descriptor `pipe`, until it or `parent` ends."""
+    connection = Connection(pipe)
+    end_with(parent)
     module, _, name = function.partition(":")
     while True:
         try:
@@ -159,3 +164,10 @@ def _exit_text(code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name
     return f"exit code {code}"
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Wait a little for the end of a process, and return its exit code."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_STOP_SECONDS)
+    return None

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,6 +92,10 @@ class Constraints:
 
 
 ANY = Constraints()
+#: From choices to those that run: measured ones instead of guesses.
+Measure = Callable[[Sequence[Choice | None], Device, Constraints], Sequence[Choice | None]]
+#: In force during a capture (`confpred.pytorch.run.tuning`).
+measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
 
 
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
@@ -197,7 +202,9 @@ def preview(
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    return [chosen.get(problem) for problem in problems]
+    answers: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
+    measure = measuring.get()
+    return list(answers if measure is None else measure(answers, device, constraints))
 
 
 def choose(problem: Record, ordinal: int, constraints: Constraints = ANY) -> Choice | None:

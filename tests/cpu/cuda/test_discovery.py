@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from ptxas import resources
 
+from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.discovery import Facts, Rates, device_with, rate_kernel
+from confpred.cuda.discovery import Facts, Rates, device_with, part_of, rate_kernel
 from confpred.errors import LaunchError, UnknownDevice
 from confpred.problem.device import KNOWN, Device, get_device
 
@@ -130,3 +131,23 @@ def test_the_kernels_that_measure_rates_compute_in_registers(
     registers, stack = resources(rate_kernel(entry), arch)
     assert registers <= 128
     assert stack == 0
+
+
+@pytest.mark.parametrize("told", [32, 132, 0])
+def test_a_part_of_a_gpu_is_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, told: int) -> None:
+    """As the driver says of a thread in a green context; 0 where it does not say."""
+    h100 = get_device("h100")
+    monkeypatch.setattr(driver, "_found", lambda _: h100)  # there is no driver
+    monkeypatch.setattr(driver, "_context_sm_count", lambda _: told)
+    device = driver.device_of(0)
+    if told != 32:
+        assert device is h100
+        return
+    assert (device.key, device.sm_count, device.l2_bytes) == ("h100-32sm", 32, h100.l2_bytes)
+    assert device.tensor_flops == pytest.approx(h100.tensor_flops * 32 / 132)
+    assert device.dram_bytes_per_s == pytest.approx(0.70 * h100.dram_bytes_per_s, rel=0.01)
+    assert get_device("h100-32sm") is device is part_of(h100, 32)
+
+
+def test_without_a_driver_a_context_has_no_part() -> None:
+    assert driver._context_sm_count(0) == 0

@@ -14,8 +14,9 @@ import synthetic
 from benchmarks import tables
 from benchmarks.host import predict_latency
 from benchmarks.kernels import conv_vs_cudnn, in_situ
-from benchmarks.model import transfer
+from benchmarks.model import partitions, transfer
 from benchmarks.model import transfer_holdout as elsewhere
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import all_families
 from confpred.model.features import pools
 from confpred.problem.conv2d import DIRECTIONS, Problem
@@ -159,3 +160,18 @@ def test_a_whole_model_is_judged_elsewhere(measurements, model_folder, tmp_path)
     assert rows[1]["rows"] == sum(len(t.rows) for t in giver.timings)
     _, made = tables.TABLES["transfer-holdout"]
     assert "| H100 | H100 | 0% |" in made({"rows": rows})
+
+
+def test_what_transfers_to_a_part_of_a_gpu_is_summed_up():
+    best, second, third = (Candidate("grouped_fprop", row) for row in range(3))
+    times = {best: 1.0, second: 1.5, PYTORCH_OPERATOR: 1.2, third: 3.0}
+    answer = partitions.Answer(times, [second, PYTORCH_OPERATOR, third, best], 0.75, 1.2)
+    assert answer.regrets() == {
+        "pytorch": 1.2, "first": 1.5, "tuned": 1.0, "order": 1.5, "order, 8 measured": 1.0,
+    }  # fmt: skip
+    found = partitions.summary([answer, replace(answer, times={best: 1.0})])
+    assert found["problems"] == 1
+    assert found["order"] == {"geomean": pytest.approx(1.5), "p95": 1.5, "worst": 1.5}
+    assert found["time"] == {"median_ratio": pytest.approx(2.0), "spread": 1.0}
+    assert found["bound"] == {"problems": 1, "held": 0.0}
+    assert len(partitions.layers(60, seed=0).entries) == 60

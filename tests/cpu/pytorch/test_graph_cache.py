@@ -140,7 +140,9 @@ def test_what_inductor_has_lost_is_compiled_again(tmp_path: Path) -> None:
     assert hits()[1] == 0
 
 
-@pytest.mark.parametrize("options", [{"verify": 1}, {"freeze": True}, {"verify": "network"}])
+@pytest.mark.parametrize(
+    "options", [{"verify": 1}, {"freeze": True}, {"verify": "network"}, {"tune": 1}]
+)
 def test_measured_choices_and_frozen_weights_are_not_kept(options: dict[str, Any]) -> None:
     results(network(), **options)
     assert hits() == (0, 0)

@@ -14,14 +14,16 @@ import recorded_jobs
 from synthetic import SMALL, problems
 
 from confpred.cli.update import NOT_BETTER, retrain_and_report, verdict_lines
-from confpred.data.measurements import Run
+from confpred.data.measurements import Measurement, Run
+from confpred.data.parquet import write_rows
 from confpred.data.suites import Entry, Suite, suite_of_calls
 from confpred.errors import DataError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.measure.timing import Outcome
 from confpred.model.folder import NewestModels, load_model
 from confpred.predict.predictor import Predictor
 from confpred.problem import device as devices
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device, get_device
 from confpred.retraining import offers
 from confpred.retraining.offers import to_judge_by, to_learn_from
@@ -35,6 +37,7 @@ from confpred.retraining.retrain import (
     retrain,
 )
 from confpred.sampler.run import Sampling
+from confpred.sampler.store import measured_in
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
@@ -193,6 +196,32 @@ def test_learning_and_judging_share_no_layer() -> None:
     assert learn
     assert judge
     assert learn.isdisjoint(judge)
+
+
+def test_what_tuning_measured_is_learned_from_and_not_measured_again(
+    published: Path, monkeypatch
+) -> None:
+    """Its layers have no network; those to judge by are left out all the same."""
+    kept, folder = published / "session/rows", published / "again"
+    judged, run = to_judge_by(SUITE)[0].problem, next(iter(request_of(folder).runs.values()))
+    outcome = Outcome(0, "ok", 1.0, 0.1, 3)
+    row = Measurement(judged, (), "grouped_fprop", "digest", run, outcome, "now").to_row()
+    write_rows([row], CONVOLUTION, kept / "rows-judged.parquet")
+    before = measured_in(kept, CONVOLUTION, BOARD.key)
+    given = []
+    monkeypatch.setattr(
+        "confpred.retraining.retrain.train",
+        lambda dataset, *_, **__: given.append(dataset) or 1 / 0,
+    )
+    with pytest.raises(ZeroDivisionError):
+        retrain(request_of(folder, kept=(kept,), budget_s=6.0))
+    new = measured_in(folder / "session/rows", CONVOLUTION, BOARD.key)
+    assert not any(
+        new[key] & before[key] for key in new.keys() & before.keys() if key.provider != "pytorch"
+    )
+    learned = {t.problem for t in given[0].timings}
+    assert judged not in learned
+    assert {key.problem for key in before} - learned == {judged}
 
 
 def test_a_suite_without_networks_to_judge_by_is_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -116,3 +118,20 @@ def test_a_job_that_reports_may_last_longer_than_the_silence(worker_of):
     assert isinstance(ended, Done)
     assert ended.result == "said"
     assert ended.seconds > 5.9
+
+
+def test_a_script_without_a_guard_does_not_begin_again_in_the_worker(tmp_path):
+    """`multiprocessing` runs the program's ``__main__`` in a spawned process."""
+    lines = (
+        "import time",
+        "print('begun', flush=True)",
+        "from confpred.sampler.worker import JobProcess",
+        "worker = JobProcess('os:strerror', 30.0)",  # fails: it takes no second argument
+        "worker.start(1)",
+        "while (ended := worker.poll()) is None: time.sleep(0.01)",
+        "print(ended.message)",
+    )
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.count("begun"), done.stdout.count("TypeError")) == (1, 1), done

@@ -71,11 +71,11 @@ from pathlib import Path
 from confpred.data.measurements import Run
 from confpred.model.folder import load_model
 from confpred.retraining.drift import time_again
-from confpred.sampler.run import Settings
+from confpred.sampler.run import Sampling
 from kernel_jobs import MEASURE
 if __name__ == "__main__":
     run = Run("0a1b", "h100", "NVIDIA H100 80GB HBM3", "0", "13.0", "test")
-    settings, model = Settings(processes=0, measure=MEASURE), load_model(Path(sys.argv[1]))
+    settings, model = Sampling(processes=0, measure=MEASURE), load_model(Path(sys.argv[1]))
     found = time_again(model, {0: run}, settings, count=12, seed=0, cudnn="")
     print(found.state, len(found.retimed), {each.provider for each in found.retimed})
 """
@@ -98,11 +98,11 @@ import fleet_jobs, kernel_jobs, ray
 from made_up_kernel import calls
 from confpred.data.suites import suite_of_calls
 from confpred.sampler.fleet import Fleet
-from confpred.sampler.run import Settings, sample
+from confpred.sampler.run import Sampling, sample
 if __name__ == "__main__":
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     ray.init("local", num_gpus=2, num_cpus=4, **quiet)
-    settings = Settings(configs=5, processes=0, measure=kernel_jobs.MEASURE, silence_s=60.0)
+    settings = Sampling(configs=5, processes=0, measure=kernel_jobs.MEASURE, silence_s=60.0)
     with Fleet(settings, describe=fleet_jobs.DESCRIBE) as engine:
         tally = sample(suite_of_calls("product", calls(6)), Path(sys.argv[1]), engine, settings)
     print(tally.finished, tally.statuses["ok"], tally.gpus, len(tally.given_up))

@@ -1,0 +1,139 @@
+"""Measurements that tuning leaves in the user's cache (`confpred.pytorch.run.tuning`), and the
+answers in them.
+
+    tuned/<device>/<driver>_<cuDNN>/<operation>/rows-*.parquet
+
+A folder is one of the sampler's, so that it is joined, sent and learned from as any other. Under
+another driver or cuDNN its times say which candidates to measure first, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from confpred.cuda.epilogue import epilogue_source
+from confpred.data.measurements import problem_of_row
+from confpred.errors import ConfpredError
+from confpred.families.kernel_text import identity_of
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, within
+from confpred.families.registry import config_ids, families_of
+from confpred.files import user_folder
+from confpred.predict.choice import Choice
+from confpred.problem.device import Device
+from confpred.problem.limits import Limits
+from confpred.problem.operation import Operation
+from confpred.problem.record import Record
+
+log = logging.getLogger(__name__)
+#: A kernel has to be faster than PyTorch's operator by more than two measurements differ.
+GAIN = 0.98
+_COLUMNS = ("family", "config", "source_digest", "status", "time_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A candidate that was measured: median milliseconds, and the digest of its kernel."""
+
+    candidate: Candidate
+    ms: float
+    digest: str
+
+
+#: Candidates of each problem that gave right results.
+Times = Mapping[Record, tuple[Timed, ...]]
+
+
+def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Path:
+    """Return the folder of what was measured on a device (by its key) under these versions."""
+    return _root() / device / f"{driver}_{cudnn or 'none'}" / operation.name
+
+
+def folders_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
+    """Return the folders that there are, of one driver or all, the last one written to first; the
+    device ``*`` is every one."""
+    shards = _root().glob(f"{device}/{driver}_*/{operation.name}/rows-*.parquet")
+    folders = {shard.parent for shard in shards}
+    return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+
+
+def _root() -> Path:
+    chosen = os.environ.get("CONFPRED_CACHE_DIR")
+    return Path(chosen or user_folder("cache")) / "tuned"
+
+
+def times_in(folder: Path, operation: Operation) -> Times:
+    """Return what was measured into `folder`; a damaged shard is set aside with a warning."""
+    times_ms: dict[tuple[Record, Candidate, str], list[float]] = defaultdict(list)
+    wrong = set()
+    for shard in sorted(folder.glob("rows-*.parquet")):
+        from confpred.data.parquet import problem_columns, read  # imports pyarrow
+
+        try:
+            rows = read(shard, operation, [*problem_columns(operation), *_COLUMNS]).to_pylist()
+            keyed = [(problem_of_row(row, operation.problem), row) for row in rows]
+        except ConfpredError as error:
+            log.warning("ignoring measurements: %s", error)
+            with contextlib.suppress(OSError):  # else no sampler would write here
+                shard.rename(shard.with_suffix(".damaged"))
+            continue
+        for problem, row in keyed:
+            try:
+                candidate = Candidate(row["family"], config_ids(row["family"])[row["config"]])
+            except KeyError:  # of another version
+                continue
+            key = problem, candidate, row["source_digest"]
+            times_ms[key].append(row["time_ms"])
+            wrong |= {key} if row["status"] != "ok" else set()
+    times: dict[Record, list[Timed]] = defaultdict(list)
+    for key, values in times_ms.items():
+        if key not in wrong:
+            problem, candidate, digest = key
+            times[problem].append(Timed(candidate, median(values), digest))
+    return {problem: tuple(sorted(some, key=_ms)) for problem, some in times.items()}
+
+
+def _ms(timed: Timed) -> float:
+    return timed.ms
+
+
+def answer(
+    problem: Record, device: Device, timed: Iterable[Timed], limits: Limits
+) -> Choice | None:
+    """Return the fastest of the candidates `timed`, which rise in time, that is legal, keeps within
+    `limits` and is of today's kernels; None where PyTorch's operator was not measured."""
+    every = list(timed)
+    digest = epilogue_source(problem)  # of what follows PyTorch's operator
+    pytorch = [t.ms for t in every if (t.candidate, t.digest) == (PYTORCH_OPERATOR, digest)]
+    if not pytorch:
+        return None
+    faster = (candidate for candidate in every if candidate.ms < GAIN * pytorch[0])
+    best = next((c for c in faster if _is_current(problem, device, c, limits)), None)
+    candidate, ms = (PYTORCH_OPERATOR, pytorch[0]) if best is None else (best.candidate, best.ms)
+    return Choice(problem, device.key, "measured", candidate, ms, pytorch_ms=pytorch[0])
+
+
+def _is_current(problem: Record, device: Device, timed: Timed, limits: Limits) -> bool:
+    family, row = families_of(problem).get(timed.candidate.provider), timed.candidate.config_id
+    if family is None or not family.legal(problem, device)[row]:
+        return False
+    if timed.digest != identity_of(family.launch(problem, row).source):
+        return False
+    return len(within(family, problem, np.array([row], np.intp), limits)) == 1
+
+
+def answers(device: Device, operation: Operation, limits: Limits) -> list[Choice]:
+    """Return the answers in the folder that was written to last."""
+    for folder in folders_of(device.key, operation)[:1]:
+        pairs = times_in(folder, operation).items()
+        choices = (answer(problem, device, timed, limits) for problem, timed in pairs)
+        return [choice for choice in choices if choice is not None]
+    return []

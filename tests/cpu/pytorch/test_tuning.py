@@ -1,0 +1,515 @@
+"""Tuning where no model knows the GPU: measured in a budget, safely, kept, and equal on ranks.
+
+The board and its times are made up (`tuning_jobs`); candidates, processes and files are real.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import tuning_jobs
+from command_line import confpred as command
+from command_line import named
+from filelock import FileLock
+from torch import nn
+
+import confpred
+from confpred.client import transfer
+from confpred.cuda import driver
+from confpred.data.measurements import Run
+from confpred.errors import InvalidInput
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
+from confpred.families.registry import operation_of
+from confpred.measure.timing import Outcome
+from confpred.predict.choice import Choice
+from confpred.predict.plan import read_plan
+from confpred.predict.predictor import Predictor
+from confpred.problem import device as devices
+from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.device import Device, get_device
+from confpred.problem.limits import UNLIMITED, Limits
+from confpred.pytorch import backend
+from confpred.pytorch.backend import Options
+from confpred.pytorch.run import choosing, tuning
+from confpred.pytorch.run.choosing import Constraints
+from confpred.pytorch.run.tuning import Tuner
+from confpred.sampler import kept, run
+from confpred.sampler.jobs import MeasureJob
+from confpred.sampler.tasks import task_of
+
+LAYER = Problem(2, 64, 14, 14, 64, 3, 3, groups=64, padding=1)
+LARGER = replace(LAYER, n=8, h=28, w=28)
+DRIVER = "580.1"
+_PROCESSES = pytest.mark.slow(reason="processes start again and again")
+
+
+class Board:
+    """A GPU that is in no table; what tests change of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.record = folder / "measured"
+        self.device: Device = replace(
+            get_device("h100"), key="test-board", product="NVIDIA Test Board"
+        )
+        self.patch = patch
+        patch.setenv("MEASURED", str(self.record))
+        patch.setenv("CONFPRED_CACHE_DIR", str(folder / "cache"))
+        devices.remember("0", asdict(self.device))
+        self.facts(DRIVER)
+        patch.setattr(tuning, "JOB", tuning_jobs.JOB)  # there is nothing to time
+        patch.setattr(os, "sched_getaffinity", lambda _: ())  # nothing is compiled
+
+    def facts(
+        self,
+        version: str = DRIVER,
+        *,
+        free: int = 80 << 30,
+        exclusive: bool = False,
+        part: bool = False,
+    ) -> None:
+        name = self.device.product
+        self.patch.setattr(driver, "device_of", lambda _: self.device)
+        self.patch.setattr(driver, "describe", lambda _: (name, version))
+        self.patch.setattr(driver, "is_exclusive", lambda _: exclusive)
+        self.patch.setattr(driver, "is_part", lambda _: part)
+        self.patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+
+        def find_gpus(gpus: str) -> dict[int, Run]:
+            own = secrets.token_hex(4)
+            return {int(gpus): Run(own, self.device.key, name, version, "13.0", "test")}
+
+        self.patch.setattr(run, "find_gpus", find_gpus)
+
+    def folder(self, version: str = DRIVER) -> Path:
+        cudnn = tuning.cudnn_version()
+        return kept.folder_of(self.device.key, CONVOLUTION, version, cudnn)
+
+    def ask(self, tuner: Tuner, *problems: Problem, constraints: Constraints = choosing.ANY) -> list[Choice]:
+        """Return what is chosen in a capture."""
+        token = choosing.measuring.set(tuner.on(0))
+        try:
+            return choosing.choose_many(problems or (LAYER,), self.device, constraints)
+        finally:
+            choosing.measuring.reset(token)
+
+    def measured(self) -> list[str]:
+        return self.record.read_text().splitlines() if self.record.exists() else []
+
+
+@pytest.fixture
+def board(tmp_path, monkeypatch) -> Iterator[Board]:
+    yield_from = Board(monkeypatch, tmp_path)
+    choosing.use_predictor(Predictor({}))
+    yield yield_from
+    choosing._predictors.clear()
+    choosing.forget()
+
+
+def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> None:
+    guess = choosing.choose_many([LAYER], board.device)[0]
+    first = Tuner(60.0)
+    (choice,) = board.ask(first)
+    assert guess.source == "heuristic"
+    assert (choice.source, choice.predicted_ms, choice.pytorch_ms) == ("measured", 0.5, 1.0)
+    assert choosing.runs_kernel(choice)
+    assert first.note.startswith("measured 1 of 1 layers in ")
+    assert "`confpred retrain --kept`" in first.note
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == 1
+    for words in ("NVIDIA Test Board", "at most 60 s", str(board.folder()), "tune=0"):
+        assert words in told[0]
+    lines = board.measured()
+    assert lines[0].startswith("pytorch")
+    assert lines.count(lines[0]) >= 2  # before and after the candidates
+    second = Tuner(60.0)
+    assert board.ask(second) == [choice]
+    assert (board.measured(), second.spent_s) == (lines, 0.0)
+    assert second.note.startswith(
+        f"answers are kept in {board.folder()}; `confpred retrain --kept`"
+    )
+
+
+def test_layers_that_take_longest_come_first_and_what_is_alike_is_measured_less(board) -> None:
+    followed = replace(LAYER, activation="relu", bias=True)
+    choices = board.ask(Tuner(60.0), LAYER, LARGER, followed)
+    assert [c.source for c in choices] == ["measured"] * 3
+    tasks = tuning._tasks(
+        tuning._Layers(0, board.device, CONVOLUTION, UNLIMITED),
+        [LAYER, LARGER, followed],
+        4,
+        {},
+        {},
+    )
+    counts = {
+        p: sum(len(t.config_ids) for t in tasks if t.problem == p and t.provider != "pytorch")
+        for p in (LAYER, LARGER, followed)
+    }
+    assert counts == {LAYER: 4, LARGER: 4, followed: 2}
+    first = board.measured()[1]
+    (largest, *_) = tuning.candidates(LARGER, board.device, UNLIMITED)
+    assert first.startswith(largest.provider)
+
+
+@pytest.mark.parametrize(("tune", "expected"), [(0.0, 0.0), (15.0, 15.0), (None, 60.0)])
+def test_a_budget_is_asked_for_or_depends_on_the_models(board, tune, expected) -> None:
+    assert Tuner(tune)._budget_on(board.device) == expected
+    choosing.use_predictor(Predictor.load())
+    assert Tuner(tune)._budget_on(get_device("h100")) == (tune or 0.0)
+
+
+def test_nothing_is_measured_or_followed_without_a_budget(board) -> None:
+    board.ask(Tuner(60.0))
+    lines = board.measured()
+    (choice,) = board.ask(Tuner(0.0))
+    assert choice.is_guess
+    assert board.measured() == lines
+
+
+@pytest.mark.parametrize("fault", [
+    "hang", "wrong", *(pytest.param(fault, marks=_PROCESSES) for fault in ("crash", "fault"))
+])  # fmt: skip
+def test_a_candidate_that_fails_costs_itself(board, monkeypatch, fault) -> None:
+    only = "depthwise_fprop"
+    few = [Candidate(only, row) for row in _legal(only, board.device)[:3]]
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULTY", str(few[0].config_id))
+    monkeypatch.setattr(tuning, "_SILENCE_S", 4.0)
+    monkeypatch.setattr(tuning, "candidates", lambda *_: few)
+    (choice,) = board.ask(Tuner(40.0))
+    assert (choice.candidate, choice.source) == (few[1], "measured")
+
+
+def _legal(family: str, device: Device) -> list[int]:
+    from confpred.families.registry import family_named
+
+    return [int(row) for row in family_named(family).legal(LAYER, device).nonzero()[0]]
+
+
+def test_a_budget_ends_what_hangs(board, monkeypatch) -> None:
+    monkeypatch.setenv("FAULT", "hang")
+    monkeypatch.setattr(tuning, "_GRACE_S", 0.5)
+    begun = time.monotonic()
+    tuner = Tuner(3.0)
+    board.ask(tuner, LAYER, LARGER)
+    assert time.monotonic() - begun < 10
+    assert tuner.spent_s >= 3.0
+    before = board.measured()
+    (choice,) = board.ask(tuner, replace(LAYER, n=4))  # a new shape, and nothing is left
+    assert choice.is_guess
+    assert board.measured() == before
+
+
+@_PROCESSES
+def test_new_shapes_are_measured_while_the_budget_lasts(board) -> None:
+    tuner = Tuner(60.0)
+    board.ask(tuner)
+    spent = tuner.spent_s
+    (choice,) = board.ask(tuner, LARGER)
+    assert choice.source == "measured"
+    assert tuner.spent_s > spent > 0
+
+
+@_PROCESSES
+def test_another_driver_makes_answers_a_hint(board) -> None:
+    (choice,) = board.ask(Tuner(60.0))
+    lines = len(board.measured())
+    board.facts("590.2")
+    layers = tuning._Layers(0, board.device, CONVOLUTION, UNLIMITED)
+    assert choice.candidate in [timed.candidate for timed in layers.hints()[LAYER]]
+    own = tuning.candidates(LAYER, board.device, UNLIMITED)
+    assert tuning.candidates(LAYER, board.device, UNLIMITED, own[5:6])[0] == own[5]
+    (again,) = board.ask(Tuner(60.0))
+    assert again.source == "measured"
+    assert len(board.measured()) > lines
+
+
+def test_a_damaged_file_is_ignored_with_a_warning(board, caplog) -> None:
+    board.ask(Tuner(60.0))
+    for shard in board.folder().glob("rows-*.parquet"):
+        shard.write_bytes(shard.read_bytes()[:100])
+    (choice,) = board.ask(Tuner(60.0))
+    assert choice.source == "measured"  # anew
+    assert any("ignoring measurements: " in r.getMessage() for r in caplog.records)
+    assert any("is not a whole file" in r.getMessage() for r in caplog.records)
+
+
+def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypatch) -> None:
+    (choice,) = board.ask(Tuner(60.0))
+    times = kept.times_in(board.folder(), CONVOLUTION)[LAYER]
+    assert kept.answer(LAYER, board.device, times, UNLIMITED) == choice
+    allowed = lambda family, problem, rows, limits: rows[rows != choice.config_id]  # noqa: E731
+    monkeypatch.setattr(kept, "within", allowed)  # no config of the layer needs more than another
+    strict = kept.answer(LAYER, board.device, times, Limits(workspace_bytes=0))
+    assert strict is not None
+    assert strict.candidate not in (choice.candidate, PYTORCH_OPERATOR)
+    monkeypatch.setattr(kept, "identity_of", lambda source: "another")
+    outdated = kept.answer(LAYER, board.device, times, UNLIMITED)
+    assert outdated is not None
+    assert outdated.candidate == PYTORCH_OPERATOR
+    slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
+    assert kept.answer(LAYER, board.device, slow, UNLIMITED).candidate == PYTORCH_OPERATOR
+    assert kept.answer(LAYER, board.device, times[:1], UNLIMITED) is None
+
+
+@_PROCESSES
+def test_while_another_process_measures_others_wait_and_take_its_answers(board) -> None:
+    found: list[list[Choice]] = []
+    threads = [threading.Thread(target=lambda: found.append(board.ask(Tuner(60.0)))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1]
+    assert found[0][0].source == "measured"
+    ours = [line for line in board.measured() if not line.startswith("pytorch")]
+    assert len(set(ours)) == len(ours)  # no candidate was measured twice
+
+
+def test_a_process_waits_no_longer_than_its_budget(board) -> None:
+    board.folder().mkdir(parents=True)
+    tuner = Tuner(1.5)
+    begun = time.monotonic()
+    with FileLock(board.folder() / ".lock"):
+        (choice,) = board.ask(tuner)
+    assert choice.is_guess
+    assert time.monotonic() - begun < 5
+    assert board.measured() == []
+
+
+def test_layers_that_the_memory_does_not_hold_are_left_out(board) -> None:
+    board.facts(free=tuning._CONTEXT_BYTES + tuning._COPIES * LAYER.minimum_bytes)
+    tuner = Tuner(60.0)
+    small, large = board.ask(tuner, LAYER, LARGER)
+    assert (small.source, large.is_guess) == ("measured", True)
+    assert "measured 1 of 2 layers" in tuner.note
+    assert "for 1 the GPU lacks memory" in tuner.note
+
+
+@pytest.mark.parametrize(("fact", "reason"), [
+    ("exclusive", "the GPU's compute mode allows one process"),
+    ("part", "other processes see all of a GPU that this context has a part of"),
+])  # fmt: skip
+def test_a_gpu_that_other_processes_cannot_measure_is_left_alone(
+    board, caplog, fact, reason
+) -> None:
+    board.facts(**{fact: True})
+    tuner = Tuner(60.0)
+    for _ in range(2):
+        assert board.ask(tuner)[0].is_guess
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert tuner.note == reason
+
+
+@_PROCESSES
+@pytest.mark.passes_fail
+def test_a_gpu_that_always_fails_is_given_up(board, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(tuning, "JOB", "tuning_jobs:no_such_job")
+    tuner = Tuner(60.0)
+    choices = board.ask(tuner, LAYER, LARGER, replace(LAYER, n=4))
+    assert all(choice.is_guess for choice in choices)
+    assert "not measured: measuring failed: CUDA device 0 failed" in caplog.text
+    board.ask(tuner, replace(LAYER, n=16))
+    assert caplog.text.count("measuring failed") == 1
+
+
+# Ranks.
+
+_RANK = """
+import json, sys
+from pathlib import Path
+import torch.distributed as dist
+from confpred.families.protocol import Candidate
+from confpred.predict.choice import Choice
+from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.problem.limits import UNLIMITED
+from confpred.pytorch.run import tuning
+
+rank, first, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+problem = Problem(2, 64, 14, 14, 64, 3, 3, groups=4, padding=1)
+mine = Choice(problem, "h100", "measured", Candidate("grouped_fprop", 3), 0.5, pytorch_ms=1.0)
+assert tuning._agreed(problem, get_device("h100"), UNLIMITED, mine) is None  # ranks have not met
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+assert tuning._ranks() == 2
+for number, has in enumerate(((0, 1), (0,), (1,))):  # which ranks have an answer, of their own
+    asked = Problem(2 + number, 64, 14, 14, 64, 3, 3, groups=4, padding=1)
+    own = Choice(asked, "h100", "measured", Candidate("grouped_fprop", rank), 0.5, pytorch_ms=1.0)
+    for turn in (first, 1 - first):
+        if turn == rank:
+            found = tuning._agreed(
+                asked, get_device("h100"), UNLIMITED, own if rank in has else None
+            )
+            print(json.dumps(found and [found.config_id, found.source, found.pytorch_ms]))
+        dist.barrier()
+layers = tuning._Layers(0, get_device("h100"), None, UNLIMITED)
+print(layers.why_unmeasured())
+"""
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=_PROCESSES)])
+def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, first) -> None:
+    """And none waits for another one; those that differ may have other folders."""
+    command = [sys.executable, "-c", _RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(first), str(tmp_path)], stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    assert one == other
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    both = f'[{first}, "measured", 1.0]'
+    alone = [f'[{r}, "measured", 1.0]' if r == first else "null" for r in range(2)]
+    reason = "ranks of torch.distributed use answers that one process has kept before"
+    assert one.splitlines() == [both, *alone, reason]
+
+
+def test_ranks_that_have_not_met_measure_and_follow_nothing(board, monkeypatch) -> None:
+    board.ask(Tuner(60.0))
+    lines = board.measured()
+    monkeypatch.setenv("WORLD_SIZE", "8")  # as torchrun says
+    tuner = Tuner(60.0)
+    assert board.ask(tuner)[0].is_guess
+    assert board.measured() == lines
+    assert "torch.distributed" in tuner.note
+
+
+# In a captured network.
+
+
+def test_options_are_checked() -> None:
+    assert Options.of({"tune": 15}).tune == 15
+    for value in (-1, True, "60", float("inf")):
+        with pytest.raises(InvalidInput, match="tune"):
+            Options.of({"tune": value})
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=_PROCESSES)])
+def test_the_first_capture_measures_and_status_says_so(
+    board, captured, launches, monkeypatch, compiled
+) -> None:
+    def chooser(ordinal: int, options: Options) -> Callable[[Sequence[Any]], Any]:
+        return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
+
+    monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.ReLU()).eval().half()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 14, 14).half().to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = model(x)
+        told = {"inductor": False, "tune": 30}
+        if compiled:
+            run_it = torch.compile(model, backend="confpred", options=told)
+        else:
+            run_it = confpred.optimize(model, **told)
+        torch.testing.assert_close(run_it(x), expected)
+        status = confpred.status(model)
+        assert any(text.startswith("tune: measured ") for text in status.remarks)
+        assert "pytorch" not in status.providers
+        assert launches
+        lines = board.measured()
+        torch._dynamo.reset()
+        confpred.optimize(confpred.revert(model), inductor=False)
+        model(x)
+    assert board.measured() == lines  # the next capture finds them
+
+
+def test_a_network_that_verify_times_is_not_tuned(board, captured, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(backend.tuning, "of_process", lambda tune: seen.append(tune) or Tuner(tune))
+    for told in ({"verify": 2}, {"verify": "network", "tune": 5}, {}):
+        torch._dynamo.reset()
+        compiled = torch.compile(nn.Conv2d(3, 3, 1), backend="confpred", options=told)
+        with torch.no_grad():
+            compiled(torch.randn(1, 3, 4, 4))
+    assert seen == [0.0, 5, None]
+
+
+# The job of the worker process.
+
+
+def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
+    """Configs are right, compute something else, cannot be launched, or give NaN."""
+    family = "depthwise_fprop"
+    rows = _legal(family, get_device("h100"))[:4]
+    names = {o.name: o.shape for o in operation_of(LAYER).operands(LAYER) if not o.terms}
+    tensors = {name: torch.randn(shape).half() for name, shape in names.items()}
+    right = CONVOLUTION.pytorch(LAYER, tensors)
+
+    def load(assignment: Any, ordinal: int) -> Any:
+        row = assignment.candidate.config_id
+        result = {rows[0]: right, rows[1]: right * 1.1, rows[3]: right * float("nan")}.get(row)
+        if result is None:
+            return None
+        return SimpleNamespace(assignment=assignment, run=lambda *_: [result])
+
+    outcomes = [Outcome(row, "ok", 1.0) for row in rows] + [Outcome(9999, "wrong_result")]
+    for name, fake in {
+        "measure_job": lambda job, report: outcomes, "operands": lambda *_: [tensors],
+        "load": load,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(tuning, name, fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())
+    monkeypatch.setattr(
+        tuning, "library_call", lambda *_: lambda t: CONVOLUTION.pytorch(LAYER, t)
+    )
+    from confpred.families.registry import family_named
+
+    task = task_of(LAYER, (), family_named(family), rows)
+    reported: list[int] = []
+    found = tuning.compared_job(MeasureJob(task, 0, 0), reported.append)
+    statuses = [outcome.status for outcome in found]
+    assert statuses == ["ok", "wrong_result", "launch_error", "wrong_result", "wrong_result"]
+    assert reported == rows
+    assert "against PyTorch's result is 0.1" in found[1].message
+
+
+# Kept answers are exported and submitted.
+
+
+def test_answers_become_a_plan(board, tmp_path) -> None:
+    (choice,) = board.ask(Tuner(60.0))
+    none = command("plan", "export", "--device", "a100", "--kept", "--out", tmp_path / "none")
+    named(none, "device='a100' is not allowed; allowed: a device that tuning has measured here", 2)
+    out = tmp_path / "plan.json"
+    done = command("plan", "export", "--device", board.device.key, "--kept", "--out", out)
+    assert "1 layer on test-board" in done.stdout, done.stderr
+    (planned,) = read_plan(out).choices
+    assert (planned.candidate, planned.source) == (choice.candidate, "measured")
+    assert (planned.predicted_ms, planned.pytorch_ms) == (0.5, 1.0)
+    words = ("plan", "export", "--device", "h100", "--layer", str(LAYER))
+    both = command(*words, "--kept", "--out", tmp_path / "both.json")
+    named(both, "give either --kept, or --layer or --network", 2)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_measurements_that_are_kept_are_submitted(board, monkeypatch, accepts) -> None:
+    board.ask(Tuner(60.0))
+    shards = [shard.name for shard in board.folder().glob("rows-*.parquet")]
+
+    @contextmanager
+    def submitting(url: str, folder: Path) -> Iterator[None]:
+        yield
+        (folder / transfer.SENT).write_text("\n".join(shards * accepts))
+
+    monkeypatch.setattr(transfer, "submitting", submitting)  # there is no service
+    done = command("submit", "--url", "http://127.0.0.1:8000")
+    assert done.returncode == (0 if accepts else 1), done.stderr
+    count = f"{len(shards) * accepts} of {len(shards)} files are at http://127.0.0.1:8000"
+    assert done.stdout == f"{board.folder()}: {count}\n"

@@ -1,0 +1,122 @@
+"""A GPU that no model knows, from start to end: measured, kept, found, exported; and planted
+faults, each of which costs its candidate."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import planted_jobs
+import pytest
+import torch
+from command_line import confpred as command
+from torch import nn
+
+import confpred
+from confpred.cuda import driver
+from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.families.registry import kernels_of
+from confpred.predict.choice import Choice
+from confpred.predict.plan import read_plan
+from confpred.predict.predictor import Predictor
+from confpred.problem import device as devices
+from confpred.problem.conv2d import CONVOLUTION, Problem
+from confpred.problem.device import Device
+from confpred.problem.limits import UNLIMITED
+from confpred.pytorch.run import choosing, tuning
+from confpred.pytorch.run.tuning import Tuner
+from confpred.sampler import kept, run
+
+#: Depthwise and half-precision: cuDNN is slow here on every GPU.
+LAYER = Problem(32, 256, 56, 56, 256, 7, 7, groups=256, padding=3)
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device) -> Iterator[Device]:
+    """The GPU at hand under another name, and no model at all."""
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
+    made = replace(device, key="test-board", product="NVIDIA Test Board")
+    devices.remember(driver.describe(0)[1], asdict(made))
+    for module in (driver, run):
+        monkeypatch.setattr(module, "device_of", lambda _: made)
+    choosing.use_predictor(Predictor({}))
+    yield made
+    choosing._predictors.clear()
+    choosing.forget()
+    torch._dynamo.reset()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(256, 256, 7, padding=3, groups=256), nn.ReLU(), nn.Conv2d(256, 256, 1)]
+    model = nn.Sequential(*layers).cuda().half().eval()
+    return model.to(memory_format=torch.channels_last)
+
+
+def images() -> torch.Tensor:
+    x = torch.randn(32, 256, 56, 56, device="cuda", dtype=torch.half)
+    return x.to(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def test_a_board_is_measured_once_and_its_answers_are_exported(
+    board: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.WARNING, "confpred")
+    x, model = images(), network()
+    plain = copy.deepcopy(model)
+    confpred.optimize(model, x, tune=60)
+    torch.testing.assert_close(model(x), plain(x), rtol=2e-2, atol=2e-2)
+    first = confpred.status(model)
+    assert set(first.providers) & set(kernels_of(LAYER)), first
+    assert any(text.startswith("tune: measured ") for text in first.remarks), first
+    assert caplog.text.count("tune=0 turns it off") == 1
+
+    def sampled(*_: Any, **__: Any) -> None:
+        raise AssertionError("what is kept is measured again")
+
+    monkeypatch.setattr(run, "sample", sampled)
+    torch._dynamo.reset()
+    again, begun = copy.deepcopy(plain), time.monotonic()
+    confpred.optimize(again, x)
+    print(f"the second capture took {time.monotonic() - begun:.1f} s")
+    second = confpred.status(again)
+    assert second.providers == first.providers
+    assert any("confpred retrain --kept" in text for text in second.remarks), second
+    torch.testing.assert_close(again(x), plain(x), rtol=2e-2, atol=2e-2)
+
+    out = tmp_path / "plan.json"
+    done = command("plan", "export", "--device", board.key, "--kept", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert {choice.source for choice in read_plan(out).choices} == {"measured"}
+
+
+def ask(board: Device, tuner: Tuner) -> Choice:
+    token = choosing.measuring.set(tuner.on(0))
+    try:
+        (choice,) = choosing.choose_many([LAYER], board)
+    finally:
+        choosing.measuring.reset(token)
+    return choice
+
+
+@pytest.mark.parametrize("fault", ["hang", "fault", "wrong"])
+def test_a_planted_fault_costs_its_candidate(
+    board: Device, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    faulty, *_ = tuning.candidates(LAYER, board, UNLIMITED)
+    monkeypatch.setenv("FAULTY", str(faulty.config_id))
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setattr(tuning, "JOB", planted_jobs.JOB)
+    choice = ask(board, Tuner(90.0))
+    assert choice.source == "measured"
+    assert choice.candidate not in (faulty, PYTORCH_OPERATOR)
+    folder = kept.folder_of(board.key, CONVOLUTION, driver.describe(0)[1], tuning.cudnn_version())
+    timed = [each.candidate for each in kept.times_in(folder, CONVOLUTION)[LAYER]]
+    assert faulty not in timed
+    assert torch.ones(3, device="cuda").sum().item() == 3  # this process lives
