@@ -97,7 +97,7 @@ class Tuner:
     _is_off: bool = False
 
     def on(self, ordinal: int) -> choosing.Measure:
-        """Return what puts measured choices in the place of guesses on CUDA device `ordinal`."""
+        """Return a function that replaces guesses by measured choices on CUDA device `ordinal`."""
         return partial(self._replace, ordinal)
 
     def _replace(

@@ -82,23 +82,26 @@ class Board:
         part: bool = False,
     ) -> None:
         name = self.device.product
+        # No GPU is here: the driver says what a GPU would.
         self.patch.setattr(driver, "device_of", lambda _: self.device)
-        self.patch.setattr(driver, "describe", lambda _: (name, version))
-        self.patch.setattr(driver, "is_exclusive", lambda _: exclusive)
-        self.patch.setattr(driver, "is_part", lambda _: part)
-        self.patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+        self.patch.setattr(driver, "describe", lambda _: (name, version))  # its driver
+        self.patch.setattr(driver, "is_exclusive", lambda _: exclusive)  # its mode
+        self.patch.setattr(driver, "is_part", lambda _: part)  # its context
+        self.patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))  # its memory
 
         def find_gpus(gpus: str) -> dict[int, Run]:
             own = secrets.token_hex(4)
             return {int(gpus): Run(own, self.device.key, name, version, "13.0", "test")}
 
-        self.patch.setattr(run, "find_gpus", find_gpus)
+        self.patch.setattr(run, "find_gpus", find_gpus)  # there is none to find
 
     def folder(self, version: str = DRIVER) -> Path:
         cudnn = tuning.cudnn_version()
         return kept.folder_of(self.device.key, CONVOLUTION, version, cudnn)
 
-    def ask(self, tuner: Tuner, *problems: Problem, constraints: Constraints = choosing.ANY) -> list[Choice]:
+    def ask(
+        self, tuner: Tuner, *problems: Problem, constraints: Constraints = choosing.ANY
+    ) -> list[Choice]:
         """Return what is chosen in a capture."""
         token = choosing.measuring.set(tuner.on(0))
         try:
@@ -187,8 +190,8 @@ def test_a_candidate_that_fails_costs_itself(board, monkeypatch, fault) -> None:
     few = [Candidate(only, row) for row in _legal(only, board.device)[:3]]
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULTY", str(few[0].config_id))
-    monkeypatch.setattr(tuning, "_SILENCE_S", 4.0)
-    monkeypatch.setattr(tuning, "candidates", lambda *_: few)
+    monkeypatch.setattr(tuning, "_SILENCE_S", 4.0)  # so that nobody waits long
+    monkeypatch.setattr(tuning, "candidates", lambda *_: few)  # those with planted faults
     (choice,) = board.ask(Tuner(40.0))
     assert (choice.candidate, choice.source) == (few[1], "measured")
 
@@ -201,7 +204,7 @@ def _legal(family: str, device: Device) -> list[int]:
 
 def test_a_budget_ends_what_hangs(board, monkeypatch) -> None:
     monkeypatch.setenv("FAULT", "hang")
-    monkeypatch.setattr(tuning, "_GRACE_S", 0.5)
+    monkeypatch.setattr(tuning, "_GRACE_S", 0.5)  # so that nobody waits long
     begun = time.monotonic()
     tuner = Tuner(3.0)
     board.ask(tuner, LAYER, LARGER)
@@ -256,7 +259,9 @@ def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypat
     strict = kept.answer(LAYER, board.device, times, Limits(workspace_bytes=0))
     assert strict is not None
     assert strict.candidate not in (choice.candidate, PYTORCH_OPERATOR)
-    monkeypatch.setattr(kept, "identity_of", lambda source: "another")
+    monkeypatch.setattr(
+        kept, "identity_of", lambda source: "another"
+    )  # as after a change of the kernel
     outdated = kept.answer(LAYER, board.device, times, UNLIMITED)
     assert outdated is not None
     assert outdated.candidate == PYTORCH_OPERATOR
@@ -319,7 +324,7 @@ def test_a_gpu_that_other_processes_cannot_measure_is_left_alone(
 @_PROCESSES
 @pytest.mark.passes_fail
 def test_a_gpu_that_always_fails_is_given_up(board, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(tuning, "JOB", "tuning_jobs:no_such_job")
+    monkeypatch.setattr(tuning, "JOB", "tuning_jobs:no_such_job")  # a process that cannot start
     tuner = Tuner(60.0)
     choices = board.ask(tuner, LAYER, LARGER, replace(LAYER, n=4))
     assert all(choice.is_guess for choice in choices)
@@ -432,6 +437,7 @@ def test_the_first_capture_measures_and_status_says_so(
 
 def test_a_network_that_verify_times_is_not_tuned(board, captured, monkeypatch) -> None:
     seen = []
+    # Nothing is measured: the budget that it is given is seen.
     monkeypatch.setattr(backend.tuning, "of_process", lambda tune: seen.append(tune) or Tuner(tune))
     for told in ({"verify": 2}, {"verify": "network", "tune": 5}, {}):
         torch._dynamo.reset()
@@ -464,11 +470,10 @@ def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
         "measure_job": lambda job, report: outcomes, "operands": lambda *_: [tensors],
         "load": load,
     }.items():  # fmt: skip
-        monkeypatch.setattr(tuning, name, fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())
-    monkeypatch.setattr(
-        tuning, "library_call", lambda *_: lambda t: CONVOLUTION.pytorch(LAYER, t)
-    )
+        monkeypatch.setattr(tuning, name, fake)  # kernels need a GPU
+    monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())  # there is none
+    # PyTorch's operator, on the CPU.
+    monkeypatch.setattr(tuning, "library_call", lambda *_: lambda t: CONVOLUTION.pytorch(LAYER, t))
     from confpred.families.registry import family_named
 
     task = task_of(LAYER, (), family_named(family), rows)

@@ -209,6 +209,7 @@ def test_what_tuning_measured_is_learned_from_and_not_measured_again(
     write_rows([row], CONVOLUTION, kept / "rows-judged.parquet")
     before = measured_in(kept, CONVOLUTION, BOARD.key)
     given = []
+    # Training begins, which takes long, and its data are seen.
     monkeypatch.setattr(
         "confpred.retraining.retrain.train",
         lambda dataset, *_, **__: given.append(dataset) or 1 / 0,
