@@ -259,9 +259,8 @@ def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypat
     strict = kept.answer(LAYER, board.device, times, Limits(workspace_bytes=0))
     assert strict is not None
     assert strict.candidate not in (choice.candidate, PYTORCH_OPERATOR)
-    monkeypatch.setattr(
-        kept, "identity_of", lambda source: "another"
-    )  # as after a change of the kernel
+    # As after a change of the kernel.
+    monkeypatch.setattr(kept, "identity_of", lambda source: "another")
     outdated = kept.answer(LAYER, board.device, times, UNLIMITED)
     assert outdated is not None
     assert outdated.candidate == PYTORCH_OPERATOR
