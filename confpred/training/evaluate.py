@@ -36,7 +36,7 @@ from confpred.training.cross_validate import (
 from confpred.training.dataset import Dataset, RunNoise, Timings
 from confpred.training.fit import Hyperparameters
 from confpred.training.regret import TOPS, figures, geomean, of_tops
-from confpred.training.tuning import TUNING_BASELINES, Baseline, Judge, average_order
+from confpred.training.tuning_lists import TUNING_BASELINES, Baseline, Judge, average_order
 from confpred.triton.problem import KernelCall
 
 MODEL = "model"

@@ -217,10 +217,10 @@ def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[in
                 return f"{node.target} may need the host"
             node.meta["val"] = None  # PyTorch's look at it up to 2.11 fails
     node = get_first_incompatible_cudagraph_node(plain)
-    if node is not None:
-        return f"{node.target} cannot be captured"
-    others_too = set(written) - set(static)
-    return "it writes to an input that is no parameter or buffer" if others_too else None
+    if node is None and set(written) <= set(static):
+        return None
+    writes = "it writes to an input that is no parameter or buffer"
+    return writes if node is None else f"{node.target} cannot be captured"
 
 
 class Graphed:

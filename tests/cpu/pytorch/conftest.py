@@ -111,7 +111,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     seen = Captured()
     monkeypatch.setattr(backend, "ordinal_of", lambda graph: 0)  # as on a GPU
     monkeypatch.setattr(backend, "chooser", seen.chooser)  # no GPU has measured these layers
-    monkeypatch.setattr(backend, "why_no_graph", seen.why_no_graph)
+    monkeypatch.setattr(backend, "why_no_graph", seen.why_no_graph)  # the graph is kept, to look at
     monkeypatch.setattr(backend, "make_replayable", seen.make_replayable)  # CUDA graphs need a GPU
     return seen
 

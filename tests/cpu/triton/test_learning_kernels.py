@@ -8,7 +8,7 @@ import made_up_kernel
 import pytest
 from shared import once_a_run, python_says
 
-from confpred.training.tuning import TUNING_BASELINES
+from confpred.training.tuning_lists import TUNING_BASELINES
 
 KNOWN = {
     "CONFPRED_FAMILIES": "made_up_kernel",

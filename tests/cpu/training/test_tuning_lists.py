@@ -8,7 +8,7 @@ import pytest
 
 from confpred.families import registry
 from confpred.training.dataset import Timings
-from confpred.training.tuning import TUNING_BASELINES
+from confpred.training.tuning_lists import TUNING_BASELINES
 
 DEVICE = made_up_kernel.DEVICE
 
@@ -17,7 +17,7 @@ DEVICE = made_up_kernel.DEVICE
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the made-up kernel be one of the families."""
     families = {"product": made_up_kernel.FAMILY}
-    monkeypatch.setattr("confpred.training.tuning.all_families", lambda: families)
+    monkeypatch.setattr("confpred.training.tuning_lists.all_families", lambda: families)
     assert "product" not in registry.all_families()
 
 
