@@ -26,12 +26,13 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.norm import DIRECTIONS
 from confpred.problem.record import Record
-from confpred.pytorch.backend import Compiler, Options
+from confpred.pytorch.backend import Compiler
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, is_convolution, name_of
 from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
+from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import status
 
 aten = torch.ops.aten

@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from confpred.errors import ConfpredError, InvalidInput, first_line
-from confpred.pytorch.backend import Options, confpred
+from confpred.pytorch.backend import confpred
 from confpred.pytorch.rewrite.passes import warn_of
+from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
@@ -63,7 +64,7 @@ def optimize(
             compared with the original's. Without it the first call captures.
         dynamic: as of ``torch.compile``: None lets a size that changes become an open one.
         options: ``inductor``, ``graphs``, ``freeze``, ``verify``, ``max_regret``, ``limits`` and
-            ``tune``, as in `confpred.pytorch.backend.Options`.
+            ``tune``, as in `confpred.pytorch.run.options.Options`.
 
     Returns:
         `model` itself.
