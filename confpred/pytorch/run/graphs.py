@@ -195,7 +195,7 @@ def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: A
 
 
 def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
-    """Return why `gm`, which writes to inputs at `written`, can be no CUDA graph; None if it can."""
+    """Return why `gm`, which writes to inputs at `written`, cannot be a CUDA graph, else None."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
