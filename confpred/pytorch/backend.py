@@ -250,8 +250,9 @@ class Compiler:
 
     def _begin(self) -> None:
         """Forget what was loaded of this graph, where PyTorch's cache had only a part of it."""
-        for of_graph in (self.sites, self.norms, self.folds, self.capture.passes):
-            of_graph.clear()
+        if self._keep is not None:
+            for of_graph in (self.sites, self.norms, self.folds, self.capture.passes):
+                of_graph.clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return a function that chooses for the GPU of `graph`; None if it is on no GPU."""

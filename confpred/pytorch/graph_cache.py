@@ -29,6 +29,7 @@ from torch._inductor.output_code import OutputCode
 from confpred.families.registry import all_operations
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.rewrite.fusing import Fold
 from confpred.pytorch.run import choosing
@@ -141,10 +142,13 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
         facts.append(device)
         for operation in filter(choosing.is_known, all_operations()):
             predictor = choosing.current_predictor(operation)
-            model = predictor.models.get(device.key) if type(predictor) is Predictor else None
-            if model is None:
+            if type(predictor) is not Predictor:
                 return None
-            facts += [operation, model.digest, predictor.planned]
+            model = predictor.models.get(device.key)
+            if model is None and operation == CONVOLUTION.name:  # its layers may be measured
+                return None
+            models = predictor.models.values() if model is None else [model]
+            facts += [operation, predictor.planned, *(source.digest for source in models)]
     return repr(facts)
 
 

@@ -128,7 +128,7 @@ def test_lines_are_known_and_change_no_cache(
         (folder,) = tmp_path.glob("confpred-lines-*")
         lined = compiler.compile_kernel(spec, H100.arch)
         other = FAMILY.operation.reference(problem, "out").kernel
-        assert compiler.bundled(other, H100.arch) is None
+        assert compiler.read_bundled(other, H100.arch) is None
     finally:
         for bundle in compiler._opened:
             compiler.close_kernels(bundle)

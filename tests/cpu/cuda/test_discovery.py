@@ -137,7 +137,7 @@ def test_the_kernels_that_measure_rates_compute_in_registers(
 def test_a_part_of_a_gpu_is_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, told: int) -> None:
     """As the driver says of a thread in a green context; 0 where it does not say."""
     h100 = get_device("h100")
-    monkeypatch.setattr(driver, "_found", lambda _: h100)  # there is no driver
+    monkeypatch.setattr(driver, "_describe_device", lambda _: h100)  # there is no driver
     monkeypatch.setattr(driver, "_context_sm_count", lambda _: told)
     device = driver.device_of(0)
     if told != 32:

@@ -140,7 +140,9 @@ def test_a_forward_that_is_not_captured_says_so() -> None:
 @torch.no_grad()
 def test_a_graph_that_cannot_be_made_says_why(captured, monkeypatch) -> None:
     """CUDA graphs need a GPU: what decides about them is asked here, and finds the CPU."""
-    monkeypatch.setattr(backend, "make_replayable", graphs.make_replayable)  # the real one
+    # The real ones.
+    for name in ("why_no_graph", "make_replayable"):
+        monkeypatch.setattr(backend, name, getattr(graphs, name))  # as without the fixture
     model, x = net(), image()
     confpred.optimize(model)(x)
     assert confpred.status(model).replay == ("inference: no CUDA graph as it uses cpu",)
