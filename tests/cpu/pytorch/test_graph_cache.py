@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from layers import H100
+from slow import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -67,7 +68,7 @@ def hits() -> tuple[int, int]:
     return counted.get("autograd_cache_saved", 0), counted.get("autograd_cache_hit", 0)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", slow_but((False,), (False, True), "it compiles C++"))
 def test_a_kept_graph_is_found_and_right(training: bool) -> None:
     model = network(training)
     first = results(model)
