@@ -1,27 +1,33 @@
-// Batch norm with its activation in one launch a direction (batch_norm.cuh has the layout). All blocks run at once: those
-// of a tile wait for one another between the statistics and the second pass over their rows. The second pass goes
-// through a block's steps in reverse, so that what the L2 cache still holds is read first; the first `kept` steps are
-// not read again at all, as their elements stay in shared memory, where each thread finds its own:
+// Batch norm with its activation in one launch for each direction. batch_norm.cuh draws tiles, splits and steps: a block
+// has one tile of columns and one split of the rows; a step is UNROLL times `at_once` rows, and at_once is how many rows
+// the threads of a block cover side by side.
 //
-//   steps of a block     0 .. kept - 1     kept .. last
-//   first pass           read, and kept    read
-//   second pass          <- from shared    <- read again, the last one first
+//   forward    first pass    sums of `in`          -> all blocks of a tile wait here (`meet`) ->
+//              second pass   out = activation((in - mean) * invstd * weight + bias + residual)
+//   backward   first pass    d = out_grad * slope of the activation; sums of d and of d * (in - mean)
+//              second pass   in_grad, of `in` and d
 //
-// Formulas: those of batch_norm.cu, with the mean and the deviation of a channel.
+// Blocks that wait for one another have to run at the same time: the host launches no more blocks than the GPU holds
+// at once, MIN_BLOCKS a multiprocessor. The first `kept` steps of a block stay in shared memory between the passes, where
+// each thread finds its own elements. The others are read again, the last step first, as the L2 cache still holds it:
 //
-// Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, FROZEN, STREAM (tensors larger than the L2 cache), and of
-// the config VECTOR, UNROLL, THREADS, MIN_BLOCKS (that a multiprocessor must hold).
+//   steps of a block     0 .. kept - 1       kept .. last
+//   first pass           read, and kept      read
+//   second pass          from shared memory  read again, from `last` down to `kept`
+//
+// Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, and of the config VECTOR, UNROLL, THREADS, MIN_BLOCKS;
+// FROZEN and STREAM (tensors larger than the L2 cache) are read by batch_norm.cuh.
 //
 // Parts:
-//   block   a tile of columns and a split of the rows, as batch_norm.cuh draws them; the first `kept` steps of it
-//           stay in shared memory
-//   thread  one column of VECTOR channels, of which it has every at_once-th row
+//   block   a tile of columns and a split of the rows
+//   thread  one column of VECTOR neighbouring channels, of which it has every at_once-th row
 //
-// Bound: bytes, between those of the floor, where all steps are kept, and those of batch_norm.cu, where none is.
-// Blocks that wait for one another add a few microseconds.
+// Bound: bytes. The floor has each tensor cross memory once, which holds where all steps are kept. Of a tensor that is
+// larger than shared memory and the L2 cache together, most steps are read twice: then 2/3 of the floor can be reached
+// forward, 3/5 backward, as in batch_norm.cu.
 //
-// Instructions: counters in device memory instead of a second launch, which would forget shared memory. Loads and
-// sums as in batch_norm.cu.
+// Instructions: blocks meet by counters in device memory, as a second launch would lose shared memory. Loads and sums as
+// in batch_norm.cu: 16 bytes a load, float32 sums by ordinary arithmetic.
 //
 // Share of the floor:
 //   batch_norm_one_pass on NVIDIA H100 80GB HBM3, 2026-11-25
@@ -36,7 +42,7 @@
 
 extern __shared__ __align__(16) float shared[];
 
-// A thread's accesses of kept steps: TENSORS of them for each row of a step.
+// The elements of kept steps in shared memory, behind the sums: a vector of each of TENSORS tensors a row and thread.
 template <int TENSORS>
 struct Kept {
     int steps;

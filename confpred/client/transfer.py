@@ -1,4 +1,4 @@
-"""Models and measurements of a service as files: fetched, and sent as a sampler writes them."""
+"""Fetch a service's models and measurements as files; send a sampler's shards as it writes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from confpred.model.folder import FILES, publish
 log = logging.getLogger(__name__)
 #: Seconds for a connection, and for each part of a file.
 _TIMEOUT_S = 30.0
-#: A sampler's shards are looked for so often; an upload may take so long, attempts included.
+#: Seconds between two looks for new shards of a sampler, and for an upload with its retries.
 _LOOK_S, _UPLOAD_S = 2.0, 120.0
 #: Bytes of a file of a model, of which the largest has 3 MB, and of a signature.
 _MOST_BYTES, _MOST_SIGNATURE = 2**26, 2**16
@@ -197,20 +197,23 @@ def submitting(url: str, folder: Folder) -> Iterator[None]:
 
 
 def _send(client: Client, folder: Folder) -> None:
-    """Send the shards that were not sent, and write down which were."""
+    """Send each shard of `folder` that its file `SENT` does not list, and list it there.
+
+    A failure is logged, and the next call tries again. Shards in a folder are whole.
+    """
     record = folder / SENT
     try:
-        sent = (read_bytes(record) or b"").decode().split()
+        sent = (read_bytes(record) or b"").decode(errors="replace").split()
         shards = [*folder.glob("anchors-*.parquet"), *folder.glob("rows-*.parquet")]
     except StorageError as error:
         log.warning("%s: nothing is sent to %s", error, client.url)
         return
-    for shard in (shard for shard in shards if shard.name not in sent):
+    for shard in [shard for shard in shards if shard.name not in sent]:
         try:
             client.submit(shard)
             sent.append(shard.name)
             write_bytes(record, "\n".join(sent).encode())
         except (ConfpredError, OSError) as error:
             log.warning("%s was not sent to %s: %s", shard.name, client.url, error)
-            if isinstance(error, errors.ServiceUnavailable):
+            if isinstance(error, errors.ServiceUnavailable):  # the others would fail, too
                 return

@@ -147,6 +147,7 @@ def _fields(problem: Record) -> dict[str, Any]:
 
 
 def _entry(path: Path, index: int, fields: object, kind: type[Record]) -> Entry:
+    """Return the entry of one element of ``problems``; DataError names the file and the element."""
     where = f"{path}: problems[{index}]"
     if not isinstance(fields, Mapping):
         names = ", ".join([f.name for f in dataclasses.fields(kind)][:5])

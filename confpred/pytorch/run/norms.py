@@ -1,10 +1,10 @@
-"""Norms, each with its activation and residual as one operator a direction.
+"""Norms, each with its activation and residual as one operator for each direction.
 
     forward    norm -> [+ residual] -> [activation]
-    backward   the gradient of that; the activation's argument is recomputed
+    backward   the gradients of both; the activation's argument is recomputed from the input
 
-So the normalised tensor is neither stored nor read again. Calls of other sizes, and calls without a
-kernel, compute the same by PyTorch's operators.
+So the normalised tensor is neither stored nor read again. For sizes that no kernel takes, PyTorch's
+operators compute the same.
 
 `forward` and `backward` are batch norm. `group_forward` and `group_backward` are the norms that
 `confpred.problem.norm_of_groups` describes: of images with their channels in dimension 1, channels
@@ -47,7 +47,7 @@ def problem_of(
             n, h, w, c, dtype=DTYPES[dtype], activation=activation, direction=direction,
             residual=_reads_residual(residual, direction, activation), affine=affine, frozen=frozen,
         )  # fmt: skip
-    except (InvalidProblem, KeyError):
+    except (InvalidProblem, KeyError):  # a dtype that kernels do not have
         return None
 
 
@@ -55,8 +55,12 @@ def group_problem_of(
     sizes: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     weights: Sequence[Tensor], centred: bool,
 ) -> Norm | None:  # fmt: skip
-    """Return the problem of a norm of samples, pixels, channels and groups; None if no record
-    describes it. `weights` are weight and bias, if any; a matrix has a row for each sample."""
+    """Return the problem of a call; None if `Norm` does not describe it: PyTorch computes it.
+
+    `sizes` are the numbers of samples, pixels, channels and groups. `weights` are weight and bias,
+    if any, of one dtype; one of two dimensions has a row for each sample. RMS norm is not
+    `centred`.
+    """
     n, p, c, groups = sizes
     try:
         return Norm(
