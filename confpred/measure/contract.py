@@ -17,6 +17,7 @@ from confpred.errors import CompileError, ConfpredError, InvalidInput, MissingEx
 from confpred.families.kernel_text import file_text
 from confpred.families.protocol import Batched, Bounded, CompiledFamily, Family, LibraryFamily
 from confpred.families.table import Shaped, Tabled
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.problem.operation import KernelSpec, Launch, Operation, Step
@@ -290,11 +291,24 @@ def _random_problems(kind: type[Record]) -> list[Record]:
                 values[field.name] = rng.choice(kind.CHOICES[field.name])
             else:
                 values[field.name] = rng.random() < 0.3
+        if kind is ConvNd:  # depthwise lines and volumes have kernels, the others libraries' plans
+            rank, c, s = rng.choice((1, 3)), rng.choice((8, 32, 96)), rng.choice((3, 5))
+            sizes = {"d": 4, "h": 7, "t": 3, "r": s} if rank == 3 else dict.fromkeys("dhtr", 1)
+            values |= {
+                "rank": rank,
+                "c": c,
+                "k": c,
+                "groups": rng.choice((1, c, c)),
+                "w": 14,
+                "s": s,
+            }
+            values |= {"padding": s // 2, "stride": 1, "dilation": 1, "cut": 0, **sizes}
         if kind is Problem:
             c, r = rng.choice((8, 32, 64, 128)), rng.choice((1, 3, 5))
             values |= {"c": c, "k": c, "groups": rng.choice((1, c // 8, c)), "r": r, "s": r}
             values |= {"padding": r // 2, "stride": rng.choice((1, 1, 2)), "dilation": 1}
             values |= {"n": rng.choice((1, 2, 4)), "h": rng.choice((7, 14)), "w": 14}
+        if kind in (ConvNd, Problem):
             if values["direction"] != "fprop":
                 values |= {"activation": "none", "residual": False, "bias": False}
             values["deterministic"] = False
