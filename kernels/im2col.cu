@@ -23,7 +23,7 @@
 // Bound: bytes, it writes R S times what it reads. The shares are of the layer, so with the product that follows, by
 // cuBLAS, whose floor is arithmetic.
 //
-// Instructions: plain loads and stores of 16 bytes: what filters share comes out of the L1 and L2 caches, so shared
+// Instructions: plain loads and stores of 16 bytes: pixels that outputs share come from the L1 and L2 caches, so shared
 // memory would only add a copy.
 //
 // Share of the floor:

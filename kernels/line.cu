@@ -3,7 +3,8 @@
 //
 //   out[n, k, o] = activation(bias[k] + residual[n, k, o] + sum over s of in[n, k / multiplier, y] * filter[k, s])
 //
-// where UP * y = DOWN * o + DILATION * s - pad (line.cuh, which has a drawing, says what is compiled in). The config:
+// where UP * y = DOWN * o + DILATION * s - pad (line.cuh, which has a drawing, says what is compiled in). Further
+// compile-time names are FLIP, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and the config:
 //
 //   TILE     outputs of a thread at a time, in registers
 //   lanes    threads side by side along a row; the block's others take the next rows

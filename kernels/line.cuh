@@ -5,7 +5,7 @@
 //
 //   UP * y = DOWN * o + DILATION * s - pad      forward: UP 1, DOWN the stride; gradient of the input: the other way round
 //
-// A tile has TILE outputs from o0 on, a multiple of TILE. The filter of its inputs begins at an access of IN_VEC
+// A tile has TILE outputs from o0 on, a multiple of TILE. The range of its inputs begins at an access of IN_VEC
 // elements that does not cross a row's end, as IN_VEC divides the rows: at y0 = DOWN * o0 / UP + first. With a pad of 3,
 // with 4 elements an access, 4 taps and 8 outputs (UP = DOWN = DILATION = 1):
 //

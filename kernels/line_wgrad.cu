@@ -4,7 +4,8 @@
 //   filter_grad[k, s] = sum over n, o of out_grad[n, k, o] * in[n, k / multiplier, DOWN * o + DILATION * s - pad]
 //   bias_grad[k]      = sum over n, o of out_grad[n, k, o]
 //
-// DOWN is the stride, and UP is 1 (line.cuh, which has a drawing, says what is compiled in). The config:
+// DOWN is the stride, and UP is 1 (line.cuh, which has a drawing, says what is compiled in). Further compile-time names
+// are HAS_BIAS, OUT_VEC (elements of an access to out_grad), and the config:
 //
 //   TILE     outputs of a thread at a time
 //   threads  of a block, which has one channel

@@ -14,8 +14,8 @@
 //
 // A thread owns VEC channels and BLOCK_T planes of the filter, whose sums stay in its registers, and goes through
 // tiles of the images: TILE_P x TILE_Q pixels of a band of output planes. It walks down such a tile; each row of
-// an input plane is loaded and converted once, and meets the DEPTH output planes that it overlaps, a sliding
-// filter in registers. STRIDE = DILATION = 1, BLOCK_T = 3:
+// an input plane is loaded and converted once, and meets the DEPTH output planes that it overlaps, which slide
+// through registers. STRIDE = DILATION = 1, BLOCK_T = 3:
 //
 //        row of input plane i ----+---- window[0]: output plane i      --> sums of filter plane 0    (entered by this step)
 //                                 +---- window[1]: output plane i - 1  --> sums of filter plane 1
