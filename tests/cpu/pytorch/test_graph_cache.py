@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hazards import HAZARDS, compare
 from layers import H100
 from slow import slow_but
 from torch import Tensor, nn
@@ -189,3 +190,16 @@ def test_open_sizes_are_not_kept() -> None:
     with torch.no_grad():
         model(image())
     assert hits() == (0, 0)
+
+
+@pytest.mark.slow(reason="Inductor compiles programs in C++")
+@pytest.mark.parametrize("name", [
+    "gradients_that_arrive_with_other_strides", "many_models_of_one_class",
+    "siamese_calls_with_one_backward", "training_and_inference_in_turns",
+    "two_adversaries_from_the_first_step", "weights_written_through_data",
+])  # fmt: skip
+def test_ordinary_programs_compute_the_same_by_kept_graphs(name: str) -> None:
+    for _ in range(2):
+        counters.clear()
+        compare(HAZARDS[name], "cpu", inductor=True)
+    assert counters["aot_autograd"]["autograd_cache_hit"] > 0
