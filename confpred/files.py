@@ -142,6 +142,11 @@ def user_folder(kind: str) -> Path:
     return Path(os.devnull, "no home directory")
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder `name` in ``$CONFPRED_CACHE_DIR``, or else in the user's cache."""
+    return Path(os.environ.get("CONFPRED_CACHE_DIR") or user_folder("cache")) / name
+
+
 def read_json(path: Path, kind: str, *forms: str) -> dict[str, Any]:
     """Return the JSON object in the file at `path`, which has ``"format"`` and one of `forms`.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 from confpred.concurrency import Later
 from confpred.errors import DataError, StorageError, UnknownDevice, nearest
-from confpred.files import read_json, user_folder, write_json
+from confpred.files import cache_folder, read_json, write_json
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
@@ -198,8 +197,7 @@ class StoredDescription(NamedTuple):
 
 def remembered_folder() -> Path:
     """Return the folder of drivers' descriptions, in the user's cache or as configured."""
-    chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen or user_folder("cache")) / "devices"
+    return cache_folder("devices")
 
 
 def recall(key: str) -> StoredDescription | None:

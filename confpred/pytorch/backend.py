@@ -390,10 +390,8 @@ class Compiler:
         if kind != "backward":
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
             lowered.folds = list(self.folds)
-        run = self.start(lowered, program, boxed_nop(gm, []))
-        if self._keep is None:
-            return run
-        return self._keep(lowered, program, run)
+        run = self.start(lowered, program, boxed_nop(gm, []) if program is None else None)
+        return run if self._keep is None else self._keep(lowered, program, run)
 
     def start(self, lowered: Lowered, program: Any, plain: Any = None) -> Any:
         """Return a function that runs a pass: the `program` that Inductor made, else `plain`."""
@@ -420,12 +418,13 @@ class Compiler:
         """Return a function that runs a pass of PyTorch's cache, whose layers are as they were."""
         self.sites += lowered.sites
         self.norms += lowered.norms
-        choices = [site.choice for site in (*lowered.sites, *lowered.norms) if site.choice]
-        for choice in dict.fromkeys(choices):
+        layers = (*lowered.sites, *lowered.norms)
+        choices = list(dict.fromkeys(layer.choice for layer in layers if layer.choice is not None))
+        for choice in choices:
             choosing.announce(choice)
         if lowered.ordinal is not None:
             self.capture.doing = "confpred loads kernels"
-            compile_ahead(list(dict.fromkeys(choices)), lowered.ordinal, self.options.limits)
+            compile_ahead(choices, lowered.ordinal, self.options.limits)
         return self.start(lowered, program)
 
 

@@ -30,9 +30,9 @@ from confpred.families.registry import all_operations
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
-from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.rewrite.fusing import Fold
 from confpred.pytorch.run import choosing
+from confpred.pytorch.run.graphs import read_switches
 
 _SOURCES = Path(__file__).parents[1]
 _compiling = threading.local()  # `owner`: whose graphs are being compiled
@@ -132,9 +132,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     ordinals = _ordinals(inputs)
     if is_open or options.verify or options.tune or options.freeze or len(ordinals) > 1:
         return None
-    cudnn = torch.backends.cudnn
-    facts: list[Any] = [_sources(), options, cudnn_version(), convolutions_allow_tf32()]
-    facts += [cudnn.enabled, cudnn.benchmark, cudnn.deterministic]
+    facts: list[Any] = [_sources(), options, cudnn_version(), read_switches()]
     for ordinal in ordinals:
         device = choosing.device_of(ordinal)
         if device is None:

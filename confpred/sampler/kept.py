@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from confpred.errors import ConfpredError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, within
 from confpred.families.registry import config_ids, families_of
-from confpred.files import user_folder
+from confpred.files import cache_folder
 from confpred.predict.choice import Choice
 from confpred.problem.device import Device
 from confpred.problem.limits import Limits
@@ -54,20 +53,15 @@ Times = Mapping[Record, tuple[Timed, ...]]
 
 def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Path:
     """Return the folder of what was measured on a device (by its key) under these versions."""
-    return _root() / device / f"{driver}_{cudnn or 'none'}" / operation.name
+    return cache_folder("tuned") / device / f"{driver}_{cudnn or 'none'}" / operation.name
 
 
 def folders_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
     """Return the folders that there are, of one driver or all, the last one written to first; the
     device ``*`` is every one."""
-    shards = _root().glob(f"{device}/{driver}_*/{operation.name}/rows-*.parquet")
+    shards = cache_folder("tuned").glob(f"{device}/{driver}_*/{operation.name}/rows-*.parquet")
     folders = {shard.parent for shard in shards}
     return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
-
-
-def _root() -> Path:
-    chosen = os.environ.get("CONFPRED_CACHE_DIR")
-    return Path(chosen or user_folder("cache")) / "tuned"
 
 
 def times_in(folder: Path, operation: Operation) -> Times:

@@ -277,7 +277,7 @@ class Graphed:
 
     def _recording(self, inputs: list[Any]) -> Recording | str:
         """Return the recording to replay, or why there is none; that is empty at a first call."""
-        switches = _switches()
+        switches = read_switches()
         if self._sizes is None:
             self._sizes = [i for i, x in enumerate(inputs) if isinstance(x, int)]
         key = (switches, *(inputs[i] for i in self._sizes))
@@ -491,7 +491,7 @@ def _end(graph: Any) -> None:
         graph.capture_end()
 
 
-def _switches() -> tuple[bool, ...]:
+def read_switches() -> tuple[bool, ...]:
     """Return PyTorch's switches that a recorded graph depends on and no guard of Dynamo checks."""
     cudnn = torch.backends.cudnn
     return (
