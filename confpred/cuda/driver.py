@@ -105,6 +105,8 @@ def _context_sm_count(ordinal: int) -> int:
 
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         _, context = driver.cuCtxGetCurrent()
+        if not int(context):  # the next call would be an error
+            return 0
         code, device = driver.cuCtxGetDevice()
         if code != driver.CUresult.CUDA_SUCCESS or int(device) != ordinal:
             return 0

@@ -304,8 +304,9 @@ def _random_problems(kind: type[Record]) -> list[Record]:
             }
             values |= {"padding": s // 2, "stride": 1, "dilation": 1, "cut": 0, **sizes}
         if kind is Problem:
-            c, r = rng.choice((8, 32, 64, 128)), rng.choice((1, 3, 5))
-            values |= {"c": c, "k": c, "groups": rng.choice((1, c // 8, c)), "r": r, "s": r}
+            c, r = rng.choice((8, 48, 64, 96, 128)), rng.choice((1, 3, 3, 5, 17))
+            groups = rng.choice((1, c // 8, c, c)) if c % 48 or rng.random() < 0.5 else c // 12
+            values |= {"c": c, "k": c * rng.choice((1, 1, 2)), "groups": groups, "r": r, "s": r}
             values |= {"padding": r // 2, "stride": rng.choice((1, 1, 2)), "dilation": 1}
             values |= {"n": rng.choice((1, 2, 4)), "h": rng.choice((7, 14)), "w": 14}
         if kind in (ConvNd, Problem):

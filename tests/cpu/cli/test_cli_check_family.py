@@ -15,7 +15,7 @@ from layers import H100
 from slow import slow_but
 
 from confpred.families.registry import all_families
-from confpred.measure.contract import _find_misspelt, check_family
+from confpred.measure.contract import _find_misspelt, _random_problems, check_family
 
 GOOD = layer_norm.FAMILY
 
@@ -149,6 +149,12 @@ def test_a_kernel_of_this_package_keeps_the_protocol(name: str) -> None:
     assert min(report.problems, report.launches, report.kernels) >= 8
     assert report.runs == 0
     assert report.skipped == ("no config was run: this machine has no such GPU",)
+
+
+def test_random_layers_have_some_of_every_family() -> None:
+    for name, family in all_families().items():
+        layers = _random_problems(family.operation.problem)
+        assert any(family.legal(layer, H100).any() for layer in layers), name
 
 
 def test_no_family_of_this_package_is_called_misspelt() -> None:
