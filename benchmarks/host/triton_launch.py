@@ -72,7 +72,9 @@ def launches() -> dict[str, Callable[[], Any]]:
     x, w, bias, out = (torch.zeros(s, **options) for s in ((M, K), (N, K), (N,), (M, N)))
 
     def launch(kernel: Any) -> Callable[[], Any]:
-        bound = kernel[(triton.cdiv(M, 16) * triton.cdiv(N, 32),)]
+        bound = kernel[
+            lambda meta: (triton.cdiv(M, meta["BLOCK_M"]) * triton.cdiv(N, meta["BLOCK_N"]),)
+        ]
         bound(x, w, bias, out, M, N, K)
         return lambda: bound(x, w, bias, out, M, N, K)
 

@@ -77,6 +77,12 @@ def expert_reference(x, w, starts, experts, **_):
     ["tokens", "experts", "N", "K"],
     example=expert_example,
     reference=expert_reference,
+    features={
+        "rows_a_tile": lambda tokens, experts, BLOCK_M, **_: tokens / experts / BLOCK_M,
+        "tiles": lambda tokens, experts, N, BLOCK_M, BLOCK_N, **_: (
+            (experts + tokens / BLOCK_M) * N / BLOCK_N
+        ),
+    },
 )
 @triton.jit(do_not_specialize=["tokens", "experts"])
 def expert_product(
@@ -131,9 +137,19 @@ def with_heuristics(kernel):
 
 
 attention_keys = confpred.tuned(
-    configs(8, 128, BT=(32, 64, 128), BS=(16, 32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3)),
+    [  # its mask of a tile of queries wants no more of them than keys
+        config
+        for config in configs(
+            8, 128, BT=(32, 64, 128), BS=(16, 32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3)
+        )
+        if config.kwargs["BS"] <= config.kwargs["BT"]
+    ],
     ["T", "HQ", "K"],
     example=attention_example,
+    features={
+        "programs": lambda T, HQ, BT, **_: HQ * T / BT,
+        "steps": lambda T, BS, **_: T / BS,
+    },
     name="attention_keys",
 )(with_heuristics(parallel.parallel_attn_bwd_kernel_dkv))
 
@@ -150,6 +166,7 @@ def norm_example(n_rows: int, n_cols: int, dtype: str) -> None:
 
 
 def norm_reference(X_ptr, dY_ptr, W_ptr, RSTD_ptr, **_):
+    """The weights' gradients are sums of a program's rows, which depend on the config."""
     scaled = dY_ptr.double() * W_ptr.double()
     x, rstd = X_ptr.double(), RSTD_ptr.double()[:, None]
     return {"dX_ptr": rstd * (scaled - rstd**2 * (scaled * x).mean(1, keepdim=True) * x)}
@@ -159,10 +176,17 @@ rms_norm_backward = confpred.tuned(
     [
         triton.Config({"BLOCK_ROW": rows}, num_warps=warps, num_stages=stages)
         for rows, warps, stages in product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2))
+        if rows <= 2 * warps  # a thread of more elements compiles for minutes
     ],
     ["n_rows", "n_cols"],
     example=norm_example,
     reference=norm_reference,
+    features={
+        "elements_a_thread": lambda n_cols, BLOCK_ROW, num_warps, **_: (
+            BLOCK_ROW * triton.next_power_of_2(n_cols) / (32 * num_warps)
+        ),
+        "steps": lambda n_rows, BLOCK_ROW, **_: n_rows / (132 * BLOCK_ROW),
+    },
     name="rms_norm_backward",
 )(rms_norm._block_rms_norm_backward_kernel)
 
@@ -209,6 +233,7 @@ states = confpred.tuned(
     configs(8, 128, BK=(32, 64, 128), BV=(32, 64, 128), num_warps=(2, 4, 8), num_stages=(2, 3, 4)),
     ["T", "H", "K", "V"],
     example=states_example,
+    features={"programs": lambda H, K, V, BK, BV, **_: H * K * V / (BK * BV)},
     name="states",
 )(with_heuristics(chunk_h.chunk_fwd_kernel_h))
 
@@ -242,9 +267,9 @@ two_bit_product = confpred.tuned(
 #: apart are few.
 RANGES = {
     "expert_product": "tokens=64:8192,experts=8/16/64,N=512:8192:128,K=512:4096:64",
-    "attention_keys": "T=256:4096,HQ=8/32,K=64/128",
-    "rms_norm_backward": "n_rows=64:32768,n_cols=256:8192:64",
-    "logsumexp_of_linear": "B=256:4096:128,V=4096:65536:128,D=512:2048:128",
-    "states": "T=512:32768,H=8/32,K=64/128,V=64/128",
+    "attention_keys": "T=256:4096,HQ=16,K=64/128,dtype=bfloat16",
+    "rms_norm_backward": "n_rows=64:32768,n_cols=256:4096:64,dtype=bfloat16",
+    "logsumexp_of_linear": "B=256:2048:128,V=2048:16384:128,D=512:2048:128",
+    "states": "T=512:32768,H=16,K=64/128,V=64/128,dtype=bfloat16",
     "two_bit_product": "M=16:4096,N=512:8192:64,K=2048/4096/8192,dtype=int8",
 }

@@ -94,7 +94,8 @@ def compile_all(call: ExampleCall, rows: Iterable[int], begin: Callable[[], obje
 
 def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[int, Outcome]:
     """Launch each config once, on the example's tensors, and compare the tensors that it changes
-    with the author's reference, and with those of the first config that ran and is right.
+    with those of the first config that ran and is right. The author's reference names those that
+    are results, and they are compared with it first; without one, all are.
 
     Returns:
         An outcome of each row, without its time.
@@ -122,7 +123,8 @@ def check_calls(call: ExampleCall, rows: Iterable[int], report: Report) -> dict[
             continue
         errors, faults = _compared(call, reference, REFERENCE_ERROR, "the reference's")
         if not expected and not faults:
-            expected = {n: t.clone() for n, t in call.tensors.items() if not t.equal(before[n])}
+            changed = {n: t for n, t in call.tensors.items() if not t.equal(before[n])}
+            expected = {n: t.clone() for n, t in changed.items() if n in (reference or changed)}
             if not expected:
                 faults.append("it changes none of its tensors")
         by_first = _compared(call, expected, LARGEST_ERROR, "the first config's")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ REPOSITORY = Path(__file__).parents[2]
 KERNEL = REPOSITORY / "examples" / "triton" / "fused_linear.py"
 KNOWN = {
     "CONFPRED_FAMILIES": "fused_linear",
-    "PYTHONPATH": f"{KERNEL.parent}:{REPOSITORY / 'tests'}",
+    "PYTHONPATH": os.pathsep.join(
+        map(str, filter(None, [KERNEL.parent, REPOSITORY / "tests", os.environ.get("PYTHONPATH")]))
+    ),
 }
 SHAPES = [
     {"M": m, "N": n, "K": k, "dtype": dtype}

@@ -124,6 +124,22 @@ def test_a_reference_tells_which_config_is_right() -> None:
             check_calls(wrong, [0], lambda row: None)
 
 
+def test_a_reference_tells_which_tensors_are_results() -> None:
+    call, tensors = doubling()
+
+    def launch(row: int) -> None:
+        tensors["x"] *= 2
+        tensors["unchanged"].fill_(row)  # sums of a config's own programs
+
+    plain = replace(call, launch=launch)
+    right = replace(plain, expected=lambda: {"x": torch.tensor([2.0, NAN, 6.0])})
+    for one, last in ((plain, "wrong_result"), (right, "ok")):
+        found = check_calls(one, [5, 6], lambda row: None)
+        assert [outcome.status for outcome in found.values()] == ["ok", last]
+        tensors["x"].div_(2)
+        tensors["unchanged"].fill_(1)
+
+
 def test_a_kernel_that_changes_nothing_is_told() -> None:
     call = ExampleCall(lambda row: None, print, {"x": torch.ones(2)})
     (found,) = check_calls(call, [0], lambda row: None).values()
