@@ -23,7 +23,15 @@
 // Instructions: clusters (sm_90 on) let blocks read each other's sums in shared memory (mapa), instead of through
 // device memory. Counters there serve older devices, and samples of more blocks than a cluster may have.
 //
-// Share of the floor: not measured yet.
+// Share of the floor:
+//   group_norm on NVIDIA H200, 2026-11-27
+//      52% of bytes: n=16 p=16384 c=192 groups=32 activation=silu
+//      56% of bytes: n=4 p=65536 c=256 groups=32 activation=silu weights=float16
+//      58% of bytes: n=4 p=16384 c=256 groups=32 dtype=float32 activation=silu
+//   group_norm_backward on NVIDIA H200, 2026-11-27
+//      49% of bytes: n=3 p=25440 c=512 groups=32 dtype=bfloat16 activation=silu direction=backward weights=bfloat16
+//      52% of bytes: n=16 p=65536 c=64 groups=32 dtype=bfloat16 activation=silu direction=backward
+//      55% of bytes: n=4 p=262144 c=128 groups=32 activation=silu direction=backward
 #include "group_norm.cuh"
 
 extern __shared__ __align__(16) float shared[];
