@@ -35,11 +35,11 @@ from confpred.model.folder import model_folders
 from confpred.problem.norm import BATCH_NORM
 
 CONFPRED = Path(sys.executable).with_name("confpred")
-EXAMPLE = ROOT / "examples" / "layer_norm"
+EXAMPLE = ROOT / "examples" / "softmax"
 
 
 def confpred(*arguments: str | Path) -> None:
-    example = {"CONFPRED_FAMILIES": "layer_norm", "PYTHONPATH": str(EXAMPLE)}
+    example = {"CONFPRED_FAMILIES": "softmax", "PYTHONPATH": str(EXAMPLE)}
     subprocess.run([CONFPRED, *arguments], check=True, cwd=ROOT, env=os.environ | example)
 
 
@@ -60,9 +60,7 @@ def _content(path: Path) -> Any:
 
 def models() -> None:
     """Train each model of ``models/``, and the example's, again under its name."""
-    data_of = {
-        "conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "layer_norm": EXAMPLE
-    }  # fmt: skip
+    data_of = {"conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "softmax": EXAMPLE}
     found = (*ROOT.glob(f"models/*/{CARD}"), *ROOT.glob(f"models/*/*/{CARD}"))
     for card in (*sorted(found), *EXAMPLE.glob(f"*/{CARD}")):
         shipped = card.parent

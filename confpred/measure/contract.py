@@ -132,7 +132,7 @@ def _check_members(family: Any) -> Iterator[str]:
         yield from (f"{name}: is missing; a family has {', '.join(_MEMBERS)}" for name in lacking)
         return
     if not isinstance(family.name, str) or not re.fullmatch(r"\w+", family.name):
-        yield f"name: is {family.name!r}, not a word such as 'layer_norm'"
+        yield f"name: is {family.name!r}, not a word such as 'softmax'"
     if not isinstance(family.operation, Operation):
         yield "operation: is no confpred.problem.operation.Operation"
     configs = family.configs

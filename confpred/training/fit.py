@@ -23,8 +23,8 @@ from confpred.training import Said, unsaid
 from confpred.training.dataset import Dataset, Timings
 from confpred.triton.problem import KernelCall
 
-#: Leaves that a tree can have at least, if there are few rows: trained on 471 rows of layer norm
-#: (`examples/`), choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
+#: Leaves that a tree can have at least, if there are few rows: trained on 471 rows of an
+#: operation, choices had a regret of 2.18 with leaves of 200 rows, and of 1.07 with leaves of a
 #: twentieth of the rows.
 MIN_LEAVES = 20
 #: Regrets are clipped here to order configs: trees would spend leaves on differences between very

@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import layer_norm
 import numpy as np
 import pytest
+import softmax
 from command_line import confpred, named, worked
 from layers import H100
 from slow import slow_but
@@ -17,7 +17,7 @@ from slow import slow_but
 from confpred.families.registry import all_families
 from confpred.measure.contract import _find_misspelt, _random_problems, check_family
 
-GOOD = layer_norm.FAMILY
+GOOD = softmax.FAMILY
 
 
 class Changed:
@@ -70,11 +70,11 @@ class Hooked(type(GOOD)):
 
 
 CONFIGS, NAMES = GOOD.configs, GOOD.feature_names
-STEP = GOOD.launch(layer_norm.LayerNormProblem(32, 96), 0).steps[0]
+STEP = GOOD.launch(softmax.SoftmaxProblem(32, 96), 0).steps[0]
 BREACHES = {
     "missing": (without("estimate_s"), "estimate_s: is missing"),
     "name": (Changed(name="layer norm"), "name: is 'layer norm', not a word"),
-    "operation": (Changed(operation="layer_norm"), "operation: is no"),
+    "operation": (Changed(operation="softmax"), "operation: is no"),
     "configs": (Changed(configs=[(1,)]), "configs: is no structured NumPy array"),
     "rows twice": (Changed(configs=np.repeat(CONFIGS, 2)), "configs: some rows are equal"),
     "floats": (Changed(configs=np.zeros(1, [("a", "f4")])), "configs: the field 'a' is float32"),
@@ -164,16 +164,16 @@ def test_no_family_of_this_package_is_called_misspelt() -> None:
 
 def test_the_command_names_family_and_member(tmp_path: Path) -> None:
     (tmp_path / "short_legal.py").write_text(
-        "from layer_norm import FAMILY\n"
+        "from softmax import FAMILY\n"
         "short = type(FAMILY).legal\n"
         "type(FAMILY).legal = lambda self, problem, device: short(self, problem, device)[:-1]\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = confpred("check-family", "short_legal", env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("layer_norm: legal: returns an array of shape")
-    words = ("layer_norm", "--layer", "rows=8 columns=64", "--device", "a100")
-    assert worked("check-family", *words).stdout.startswith("layer_norm: ok; 1 problems, ")
+    assert done.stdout.startswith("softmax: legal: returns an array of shape")
+    words = ("softmax", "--layer", "rows=8 columns=64", "--device", "a100")
+    assert worked("check-family", *words).stdout.startswith("softmax: ok; 1 problems, ")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_the_command_names_family_and_member(tmp_path: Path) -> None:
     [
         (("no_such_module",), "module='no_such_module' is not allowed; allowed: a module that can"),
         (("json",), "allowed: a module that defines FAMILY or FAMILIES"),
-        (("layer_norm", "--layer", "rows=0 columns=8"), "rows=0 is not allowed"),
-        (("layer_norm", "--device", "h10"), "h100"),
+        (("softmax", "--layer", "rows=0 columns=8"), "rows=0 is not allowed"),
+        (("softmax", "--device", "h10"), "h100"),
     ],
 )
 def test_bad_input_is_named(words: tuple[str, ...], message: str) -> None:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-import layer_norm
 import numpy as np
 import pytest
+import softmax
 from layers import CONVOLUTIONS, H100, OTHER_RANKS, random_legal_conv, random_legal_layer
 from ptx.launch import ptx_of
 from ptx.text import PtxError
@@ -57,7 +57,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         for reference in ("reference", "reference_dense")
         for output in ("out", "in_grad", "filter_grad")
     },
-    "reference_layer_norm": {REFERENCE: "out"},
+    "reference_softmax": {REFERENCE: "out"},
 }
 
 
@@ -153,12 +153,12 @@ LAYERS_OF_REFERENCES = [
     for groups in (1, 2)
     for direction in DIRECTIONS
 ]
-NORM = layer_norm.LayerNormProblem(32, 96)
+SOFTMAX = softmax.SoftmaxProblem(32, 96)
 STEPS = [
     *itertools.chain.from_iterable(map(steps_of, FAMILIES.values())),
     *references(CONVOLUTION, *LAYERS_OF_REFERENCES),
-    layer_norm.FAMILY.launch(NORM, int(np.argmax(layer_norm.FAMILY.legal(NORM, H100)))).steps[0],
-    *references(layer_norm.FAMILY.operation, NORM),
+    softmax.FAMILY.launch(SOFTMAX, int(np.argmax(softmax.FAMILY.legal(SOFTMAX, H100)))).steps[0],
+    *references(softmax.FAMILY.operation, SOFTMAX),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.kernel.entry)
 
@@ -180,9 +180,9 @@ def test_every_kernel_is_here() -> None:
         "grouped_rows.cu",
         "grouped_wgrad.cu",
         "grouped_wgrad_sum.cu",
-        "layer_norm.cu",
         "reference.cu",
         "reference_dense.cu",
+        "softmax.cu",
         "line.cu",
         "line_wgrad.cu",
         "volume.cu",

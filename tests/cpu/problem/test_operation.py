@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
-import layer_norm
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import softmax
 import torch
 from hypothesis import given
 from sampler_rows import ROW
@@ -125,7 +125,7 @@ def with_plugins(folder: Path, plugins: str, program: str) -> str:
     (folder / "taken.py").write_text(
         "from confpred.families.dense.dense_tiles import FAMILIES as FAMILIES\n"
     )
-    example = str(Path(layer_norm.__file__).parent)
+    example = str(Path(softmax.__file__).parent)
     paths = [str(folder), example, *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"CONFPRED_FAMILIES": plugins, "PYTHONPATH": os.pathsep.join(paths)}
     return python_says("-c", textwrap.dedent(program), **variables)
@@ -133,21 +133,21 @@ def with_plugins(folder: Path, plugins: str, program: str) -> str:
 
 def test_a_plugged_in_family_is_chosen_for_its_problems_alone(tmp_path: Path) -> None:
     program = """
-        from layer_norm import LayerNormProblem
+        from softmax import SoftmaxProblem
         from confpred import Predictor, Problem
         from confpred.families.registry import all_families, all_operations, families_of
-        assert list(all_families())[-1] == "layer_norm"
-        names = ["batch_norm", "conv", "conv2d", "layer_norm", "linear_chain", "norm"]
+        assert list(all_families())[-1] == "softmax"
+        names = ["batch_norm", "conv", "conv2d", "linear_chain", "norm", "softmax"]
         assert sorted(all_operations()) == names
-        rows = LayerNormProblem(40, 64)
-        assert list(families_of(rows)) == ["layer_norm"]
+        rows = SoftmaxProblem(40, 64)
+        assert list(families_of(rows)) == ["softmax"]
         choice = Predictor.load().choose(rows, "h100")
-        assert (choice.source, choice.family) == ("heuristic", "layer_norm")
+        assert (choice.source, choice.family) == ("heuristic", "softmax")
         layer = Problem.parse("n=8 c=64 h=28 w=28 k=64 r=3 s=3 padding=1 groups=8")
         choices = Predictor({}).rank(layer, "h100", 32)
-        assert "layer_norm" not in {choice.family for choice in choices}
+        assert "softmax" not in {choice.family for choice in choices}
     """
-    with_plugins(tmp_path, "layer_norm", program)
+    with_plugins(tmp_path, "softmax", program)
 
 
 def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
         },
         "odd": "a module whose FAMILY is a kernel family of a new name",
         "taken": "a module whose FAMILY is a kernel family of a new name",
-        "layer_norm,layer_norm": "CONFPRED_FAMILIES='layer_norm' is not allowed",
+        "softmax,softmax": "CONFPRED_FAMILIES='softmax' is not allowed",
     }
     program = f"""
         import os

@@ -28,7 +28,7 @@ _RECIPE = re.compile(r"^## Recipe \d: (.*?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.M
 RECIPES = dict(_RECIPE.findall(PAGE))
 #: Parts of the repository that a walk needs; models are not written to, and are large.
 COPIED = (
-    "confpred", "service", "kernels", "tests", "docs", "examples/layer_norm",
+    "confpred", "service", "kernels", "tests", "docs", "examples/softmax",
     "datasets/README.md", "pyproject.toml",
 )  # fmt: skip
 INSTALLED_INSIDE = ("service", "kernels", "models")

@@ -99,8 +99,8 @@ def test_a_predictor_is_for_one_operation() -> None:
     shipped = choosing.current_predictor("linear_chain")
     assert shipped.models["h100"].operation.name == "linear_chain"
     mine = Predictor({})
-    with pytest.raises(InvalidInput, match="operation='layer_norm' is not allowed"):
-        confpred.use_predictor(mine, operation="layer_norm")
+    with pytest.raises(InvalidInput, match="operation='softmax' is not allowed"):
+        confpred.use_predictor(mine, operation="softmax")
     try:
         confpred.use_predictor(mine, operation="linear_chain")
         assert choosing.current_predictor("linear_chain") is mine

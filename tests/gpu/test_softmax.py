@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import walk
-from layer_norm import FAMILY, LayerNormProblem
+from softmax import FAMILY, SoftmaxProblem
 
 from confpred.measure.kernels import check
 from confpred.problem.device import Device
@@ -24,14 +24,14 @@ _LARGEST = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-5}
     [
         "rows=1 columns=8 dtype=float32",
         "rows=37 columns=333",
-        "rows=67 columns=96 affine=false",
+        "rows=67 columns=96 log=true",
         "rows=130 columns=1000 dtype=bfloat16",
         "rows=5 columns=5120",
-        "rows=3 columns=65536 dtype=float32 affine=false",
+        "rows=3 columns=65536 dtype=float32 log=true",
     ],
 )
 def test_every_legal_config_is_correct(words: str, device: Device) -> None:
-    problem = LayerNormProblem.parse(words)
+    problem = SoftmaxProblem.parse(words)
     rows = np.flatnonzero(FAMILY.legal(problem, device)).tolist()
     outcomes = check(problem, FAMILY, rows, ordinal=0)
     assert [outcome for outcome in outcomes if outcome.status != "ok"] == []
@@ -40,11 +40,11 @@ def test_every_legal_config_is_correct(words: str, device: Device) -> None:
 @pytest.mark.timeout(600)
 def test_from_a_suite_to_a_launch(repository: Path, tmp_path: Path) -> None:
     """Every command of the walk, with a sixth of the suite."""
-    example = tmp_path / "examples" / "layer_norm"
+    example = tmp_path / "examples" / "softmax"
     example.mkdir(parents=True)
-    for name in ("layer_norm.py", "layer_norm.cu", "launch.py"):
-        shutil.copy(repository / "examples" / "layer_norm" / name, example)
-    suite = json.loads((repository / "examples" / "layer_norm" / "suite.json").read_text())
+    for name in ("softmax.py", "softmax.cu", "launch.py"):
+        shutil.copy(repository / "examples" / "softmax" / name, example)
+    suite = json.loads((repository / "examples" / "softmax" / "suite.json").read_text())
     suite["problems"] = suite["problems"][::6]
     (example / "suite.json").write_text(json.dumps(suite))
 
@@ -54,7 +54,7 @@ def test_from_a_suite_to_a_launch(repository: Path, tmp_path: Path) -> None:
     checked, sampled, trained, *_, launched = [
         walk.run(block, repository, tmp_path) for block in commands
     ]
-    assert checked.startswith("layer_norm: ok; 8 problems, ")
+    assert checked.startswith("softmax: ok; 8 problems, ")
     assert "failures: none" in sampled
     assert "regret on held-out networks" in trained
     compared = re.findall(r"torch\.(\w+): relative difference (\S+)", launched)

@@ -1,18 +1,24 @@
-// Layer norm over the last dimension of a (rows, columns) matrix.
+// Softmax of each row of a (rows, columns) matrix, or its logarithm.
 //
-//   out[i, j] = (in[i, j] - mean[i]) / sqrt(variance[i] + 1e-5) * weight[j] + bias[j]
+//   out[i, j] = exp(y), or y where LOG is 1;   y = in[i, j] - max[i] - log(sum over k of exp(in[i, k] - max[i]))
 //
-// DTYPE is that of all tensors; AFFINE 0 leaves out weight and bias; sums are in float32. The config:
+// The row's largest element, max, keeps exp from overflowing. DTYPE is that of both tensors; sums are in float32. The
+// config:
 //
 //   ROW_THREADS   threads that share a row: up to a warp, or whole warps that are then a block
 //   VECTOR        neighbouring elements that a thread loads and stores at once
 //   PIECES        vectors of its row that a thread keeps in registers; 0: none, it reads them twice
 //
-// A block is ROW_THREADS x blockDim.y threads, and each row of threads normalises one matrix row:
-//
 //   thread      0      1      2      3      0      1      2      3      ROW_THREADS 4,
 //            |vector|vector|vector|vector|vector|vector|vector|      |  PIECES 2 for 7 vectors
 //   piece    '----------- 0 -----------' '----------- 1 -----------'
+//
+// Parts:
+//   block   ROW_THREADS x blockDim.y threads
+//   row     ROW_THREADS neighbouring threads, within a warp or several
+//   thread  PIECES vectors, their largest element and the sum of exp
+//
+// Bound: bytes, each tensor crosses memory once; a row that is read twice is in L2 the second time.
 typedef long long i64;
 
 #define DTYPE_FLOAT16 0
@@ -45,57 +51,67 @@ __device__ __forceinline__ Element store(float x) {
 #endif
 
 #ifdef VECTOR  // a config; without one, the reference below is compiled
-constexpr float EPSILON = 1e-5f;
 constexpr int STRIDE = ROW_THREADS * VECTOR;  // from one piece of a thread to its next
 constexpr int LANES = ROW_THREADS < 32 ? ROW_THREADS : 32;  // of a warp, that share a row
 constexpr int WARPS = ROW_THREADS / LANES;                  // that share a row
+constexpr float LEAST = -3.402823466e38f;  // a finite start: two infinities have no difference
 
 struct alignas(VECTOR * sizeof(Element)) Vector {
     Element at[VECTOR];
 };
 
-// The sums of both values over the threads of a row, in each of them.
-__device__ __forceinline__ float2 row_sums(float2 sums) {
-#pragma unroll
-    for (int lane = LANES / 2; lane > 0; lane /= 2) {
-        sums.x += __shfl_xor_sync(~0u, sums.x, lane);
-        sums.y += __shfl_xor_sync(~0u, sums.y, lane);
+// Some elements of a row: the largest, and the sum of exp(element - max).
+struct Total {
+    float max, sum;
+
+    // Make `largest` the maximum, which is at least as large.
+    __device__ __forceinline__ void raise(float largest) {
+        sum *= __expf(max - largest);
+        max = largest;
     }
-    if (WARPS > 1) {
-        __shared__ float2 of_warp[WARPS];
-        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sums;
-        __syncthreads();
-        sums = make_float2(0.0f, 0.0f);
+    __device__ __forceinline__ void add(const Vector& vector) {
+        float largest = max;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            sums.x += of_warp[warp].x;
-            sums.y += of_warp[warp].y;
-        }
+        for (int e = 0; e < VECTOR; ++e) largest = fmaxf(largest, load(vector.at[e]));
+        raise(largest);
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) sum += __expf(load(vector.at[e]) - max);
     }
-    return sums;
+};
+
+// The total of `COUNT` neighbouring lanes, in each of them.
+template <int COUNT>
+__device__ __forceinline__ Total total_of_lanes(Total total) {
+    float largest = total.max;
+#pragma unroll
+    for (int lane = COUNT / 2; lane > 0; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+    total.raise(largest);
+#pragma unroll
+    for (int lane = COUNT / 2; lane > 0; lane /= 2) total.sum += __shfl_xor_sync(~0u, total.sum, lane);
+    return total;
 }
 
-extern "C" __global__ void __launch_bounds__(512) layer_norm(
-    Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ weight,
-    const Element* __restrict__ bias, int rows, int columns) {
+// The total of the threads of a row, in each of them.
+__device__ __forceinline__ Total total_of_row(Total total) {
+    total = total_of_lanes<LANES>(total);
+    if (WARPS > 1) {
+        __shared__ Total of_warp[WARPS];
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = total;
+        __syncthreads();
+        total = total_of_lanes<WARPS>(of_warp[threadIdx.x % WARPS]);
+    }
+    return total;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) softmax(
+    Element* __restrict__ out, const Element* __restrict__ in, int rows, int columns) {
     // A row of threads past the matrix takes part in the shuffles of its warp with the last row.
     const i64 row = blockIdx.x * static_cast<i64>(blockDim.y) + threadIdx.y;
     const i64 start = (row < rows ? row : rows - 1) * columns;
     const int first = threadIdx.x * VECTOR;
-    // Squares are summed about the row's first element: about zero they would cancel in the variance
-    // where the mean is large, about the mean they would need the row once more.
-    const float origin = load(in[start]);
 
     Vector kept[PIECES ? PIECES : 1];
-    float2 sums = make_float2(0.0f, 0.0f);
-    auto add = [&](const Vector& vector) {
-#pragma unroll
-        for (int e = 0; e < VECTOR; ++e) {
-            const float x = load(vector.at[e]) - origin;
-            sums.x += x;
-            sums.y += x * x;
-        }
-    };
+    Total total = {LEAST, 0.0f};
     auto read = [&](int column) { return *reinterpret_cast<const Vector*>(in + start + column); };
     if (PIECES) {
 #pragma unroll
@@ -103,27 +119,21 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm(
             if (first + piece * STRIDE < columns) kept[piece] = read(first + piece * STRIDE);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
-            if (first + piece * STRIDE < columns) add(kept[piece]);
+            if (first + piece * STRIDE < columns) total.add(kept[piece]);
     } else {
 #pragma unroll 4
-        for (int column = first; column < columns; column += STRIDE) add(read(column));
+        for (int column = first; column < columns; column += STRIDE) total.add(read(column));
     }
-    sums = row_sums(sums);
-    const float shift = sums.x / columns;
-    const float scale = rsqrtf(fmaxf(sums.y / columns - shift * shift, 0.0f) + EPSILON);
+    total = total_of_row(total);
+    const float log_sum = logf(total.sum);
     if (row >= rows) return;
 
     auto write = [&](int column, const Vector& vector) {
-        Vector gain, offset, result;
-        if (AFFINE) {
-            gain = *reinterpret_cast<const Vector*>(weight + column);
-            offset = *reinterpret_cast<const Vector*>(bias + column);
-        }
+        Vector result;
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) {
-            float x = (load(vector.at[e]) - origin - shift) * scale;
-            if (AFFINE) x = x * load(gain.at[e]) + load(offset.at[e]);
-            result.at[e] = store(x);
+            const float y = load(vector.at[e]) - total.max - log_sum;
+            result.at[e] = store(LOG ? y : __expf(y));
         }
         *reinterpret_cast<Vector*>(out + start + column) = result;
     };
@@ -140,16 +150,17 @@ extern "C" __global__ void __launch_bounds__(512) layer_norm(
 #else
 
 // What every config is checked against: one thread a row, in float64.
-extern "C" __global__ void reference_layer_norm(
-    double* out, const Element* in, const Element* weight, const Element* bias, int rows, int columns) {
+extern "C" __global__ void reference_softmax(double* out, const Element* in, int rows, int columns) {
     const i64 row = blockIdx.x * static_cast<i64>(blockDim.x) + threadIdx.x;
     if (row >= rows) return;
     in += row * columns;
-    double mean = 0.0, variance = 0.0;
-    for (int j = 0; j < columns; ++j) mean += load(in[j]) / static_cast<double>(columns);
-    for (int j = 0; j < columns; ++j) variance += (load(in[j]) - mean) * (load(in[j]) - mean) / columns;
-    const double scale = 1.0 / sqrt(variance + 1e-5);
-    for (int j = 0; j < columns; ++j)
-        out[row * columns + j] = (load(in[j]) - mean) * scale * (weight ? load(weight[j]) : 1.0) + (bias ? load(bias[j]) : 0.0);
+    double max = load(in[0]), sum = 0.0;
+    for (int j = 1; j < columns; ++j) max = fmax(max, static_cast<double>(load(in[j])));
+    for (int j = 0; j < columns; ++j) sum += exp(load(in[j]) - max);
+    const double log_sum = log(sum);
+    for (int j = 0; j < columns; ++j) {
+        const double y = load(in[j]) - max - log_sum;
+        out[row * columns + j] = LOG ? y : exp(y);
+    }
 }
 #endif
