@@ -12,7 +12,14 @@ from ptxas import resources
 from confpred.cuda import discovery, driver
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.discovery import Facts, Rates, device_with, part_of, rate_kernel
+from confpred.cuda.discovery import (
+    Facts,
+    Rates,
+    device_with,
+    measure_rates,
+    part_of,
+    rate_kernel,
+)
 from confpred.errors import LaunchError, UnknownDevice
 from confpred.problem.device import KNOWN, Device, get_device
 
@@ -102,6 +109,15 @@ def test_a_gpu_that_cannot_be_measured_is_refused_with_the_reason(cache: Path) -
     with pytest.raises(UnknownDevice, match="out of memory"):
         device_with(LAPTOP, broken)
     assert not list(cache.rglob("*.json"))
+
+
+def test_a_gpu_that_refuses_a_stream_is_an_error_of_ours() -> None:
+    class Refusing:
+        def create_stream(self) -> None:
+            raise RuntimeError("no context")
+
+    with pytest.raises(LaunchError, match="Laptop GPU cannot be measured: no context"):
+        measure_rates(Refusing(), LAPTOP)
 
 
 def test_facts_are_read_from_the_drivers_properties() -> None:
