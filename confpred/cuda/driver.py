@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from confpred.cuda import discovery
 from confpred.cuda.compiler import CompiledKernel
 from confpred.cuda.discovery import Facts, Rates, device_with, measure_rates, part_of
 from confpred.errors import LaunchError, MissingExtra, UnknownDevice
@@ -130,6 +131,17 @@ def _describe_device(ordinal: int) -> Device | UnknownDevice:
         return device_with(facts, measured)
     except UnknownDevice as error:
         return error
+
+
+def as_it_runs(ordinal: int) -> Device:
+    """Return the description of CUDA device `ordinal` with the rates that it has now, see
+    `confpred.cuda.discovery.as_it_runs`."""
+    cuda_device, version = _cuda_device(ordinal), describe(ordinal)[1]
+    facts = Facts.of(cuda_device, version)
+    with _current(cuda_device), outside_capture():
+        return discovery.as_it_runs(
+            device_of(ordinal), cuda_device.uuid, version, lambda: measure_rates(cuda_device, facts)
+        )
 
 
 @contextmanager

@@ -4,9 +4,10 @@ The table of GPU models, ``devices.json``, has two parts. ``architectures`` are 
 multiprocessor (CUDA Programming Guide, "Compute Capabilities"). ``boards`` are sizes and rates of
 one GPU model each: ``sheet`` has its maker's figures for device memory (GB/s), dense half-precision
 products with float32 sums, and float32 arithmetic (TFLOP/s); ``source`` is where. The rates beside
-it are rates that kernels reach: measured on the H100 and the H200 (device copy, 8192^3 products),
-and 80 to 95 % of the sheet's for the others. Fewer multiprocessors, slower memory or a lower clock
-make another GPU model: a model's times are of one device, and so is the order of configs.
+it are rates that kernels reach: measured on the H100 and the H200 (device copy, 8192^3 products;
+``is_measured``), and 80 to 95 % of the sheet's for the others. Fewer multiprocessors, slower memory
+or a lower clock make another GPU model: a model's times are of one device, and so is the order of
+configs.
 
 The driver's description of any other GPU lies in the user's cache folder, a file a device, because
 its rates take a moment to measure (`confpred.cuda.discovery`).
@@ -148,6 +149,14 @@ def listed(name: str) -> Device | None:
     """Return the table's device of this key or driver's name."""
     wanted = plain(name)
     return KNOWN.get(wanted) or KNOWN.get(_table()[1].get(wanted, ""))
+
+
+@lru_cache
+def has_measured_rates(device: Device) -> bool:
+    """Return whether kernels have shown the rates of `device`: those of the table's devices are
+    shares of their data sheets', but for some."""
+    rows = {row["key"]: row for row in read_table()}
+    return device.key not in rows or bool(rows[device.key].get("is_measured"))
 
 
 def introduce(device: Device) -> None:

@@ -423,6 +423,7 @@ class Compiler:
         for choice in choices:
             choosing.announce(choice)
         if lowered.ordinal is not None:
+            choosing.check_clock(lowered.ordinal, choices)
             self.capture.doing = "confpred loads kernels"
             compile_ahead(choices, lowered.ordinal, self.options.limits)
         return self.start(lowered, program)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,17 +29,21 @@ from confpred.problem.record import Record
 from confpred.pytorch.backend import Compiler
 from confpred.pytorch.network import as_arguments, own_frame
 from confpred.pytorch.rewrite.passes import is_view, val_of
-from confpred.pytorch.rewrite.sites import CONVOLUTION, Site, arguments_of, is_convolution, name_of
+from confpred.pytorch.rewrite.sites import (
+    CONVOLUTION,
+    Site,
+    arguments_of,
+    convolution_s,
+    is_convolution,
+    name_of,
+    node_s,
+)
 from confpred.pytorch.rewrite.sites import CONVOLUTION_BACKWARD as BACKWARD
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import status
 
 aten = torch.ops.aten
-#: A kernel that is bound by memory takes at least this long, and reaches this share of the
-#: bandwidth; a matrix product this share of the tensor cores' rate.
-_FLOOR_S, _BANDWIDTH_SHARE, _TENSOR_SHARE = 2e-6, 0.8, 0.6
-_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _FREE = {operator.getitem, aten._unsafe_view.default}  # of launches, as views are
 _CONVOLUTIONS = {
     aten.convolution.default, aten.convolution_backward.default,
@@ -215,11 +219,12 @@ def explain(
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     training = model.training if training is None else training
-    captured = capture(model, example_inputs, gpu, training=training, dtype=dtype)
+    now = _as_it_runs(gpu, remarks) if device is None else gpu
+    captured = capture(model, example_inputs, gpu, now, training=training, dtype=dtype)
     step, rows = captured.explanation()
     remarks += [f"Timed here, {text}." for text in status(model).verified]
     if step.gain < _POOR:
-        remarks += _in_half(model, example_inputs, gpu, dtype, step, training)
+        remarks += _in_half(model, example_inputs, (gpu, now), dtype, step, training)
     return Explanation(gpu.key, step, rows, training, (*remarks, *_remarks(step, rows, gpu)))
 
 
@@ -234,16 +239,27 @@ def _device_here() -> tuple[Device, list[str]]:
     return get_device("h100"), [text]
 
 
+def _as_it_runs(device: Device, remarks: list[str]) -> Device:
+    """Return this machine's GPU with the rates that it has now, where it has a model; `remarks` get
+    what is slow."""
+    if not torch.cuda.is_available() or device.key not in choosing.current_predictor().models:
+        return device
+    ordinal = torch.cuda.current_device()
+    now = choosing.as_it_runs(ordinal, device)
+    remarks += filter(None, [choosing.slow_now(ordinal)])
+    return now
+
+
 def _in_half(
-    model: nn.Module, inputs: Any, device: Device, dtype: torch.dtype | None, step: NetworkStep,
-    training: bool,
+    model: nn.Module, inputs: Any, devices: tuple[Device, Device], dtype: torch.dtype | None,
+    step: NetworkStep, training: bool,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the gain in half precision, channels last, if it is larger than that of `step`."""
     halves = [dtype, *(t.dtype for t in model.parameters())]
     half = next((kind for kind in halves if kind in _HALF), None)
     how: dict[str, Any] = {"dtype": half or torch.float16, "channels_last": True}
     try:
-        other, rows = capture(model, inputs, device, training=training, **how).explanation()
+        other, rows = capture(model, inputs, *devices, training=training, **how).explanation()
     except ConfpredError:
         return
     if other.gain > step.gain and any(row.provider != PYTORCH for row in rows):
@@ -274,11 +290,12 @@ _ADDED = "copies bring channels-first tensors into channels last, folds join bat
 
 
 class Recorder(Compiler):
-    """Rewrites the graphs of a capture for `device`; compiles and runs no confpred kernels."""
+    """Rewrites the graphs of a capture for `device`; compiles and runs no confpred kernels. `now`
+    has the rates of its times."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, now: Device | None = None) -> None:
         super().__init__(Options(inductor=False, graphs=False))
-        self._device, self._parts = device, 0
+        self._device, self._now, self._parts = device, now or device, 0
         # Before and after graphs are rewritten: operators, and seconds of those without
         # convolutions; the operators that run, with the modules that they are of.
         self._operators: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
@@ -304,7 +321,7 @@ class Recorder(Compiler):
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
         for direction in directions:
             estimates = self._known.setdefault((name_of(node), direction), [])
-            estimates.append((sizes, _convolution_s(node, self._device)))
+            estimates.append((sizes, convolution_s(node, self._now)))
 
     def _run(self, gm: fx.GraphModule, *more: Any, **options: Any) -> Any:
         run = super()._run(gm, *more, **options)
@@ -319,7 +336,7 @@ class Recorder(Compiler):
             name = str(node.target).removesuffix(".default")
             self._operators[when][name] += 1
             if node.target not in _CONVOLUTIONS:
-                seconds = _node_s(node, self._device)
+                seconds = node_s(node, self._now)
                 self._other_s[when] += seconds
                 if when and not name.startswith(_NORMS):
                     self._others.setdefault(name, []).append((name_of(node), seconds))
@@ -336,8 +353,9 @@ class Recorder(Compiler):
             kinds.setdefault(key, []).append(site)
             sizes[key] = noted
         rows = [_row(group, self._device, *sizes[key]) for key, group in kinds.items()]
+        rows = [_slowed(row, self._device, self._now) for row in rows]
         convolutions = [row for row in rows if row.sizes and row.direction not in DIRECTIONS]
-        times = [(len(row.layers), *_seconds(row, self._device)) for row in convolutions]
+        times = [(len(row.layers), *_seconds(row, self._device, self._now)) for row in convolutions]
         before_s = sum(count * before for count, before, _ in times)
         after_s = self._other_s[1] + sum(count * after for count, _, after in times)
         total_s = self._other_s[0] + before_s
@@ -355,11 +373,11 @@ class Recorder(Compiler):
 
 
 def capture(
-    model: nn.Module, example_inputs: Any, device: Device, *, training: bool = False,
-    dtype: torch.dtype | None = None, channels_last: bool = False,
+    model: nn.Module, example_inputs: Any, device: Device, now: Device | None = None, *,
+    training: bool = False, dtype: torch.dtype | None = None, channels_last: bool = False,
 ) -> Recorder:  # fmt: skip
     """Capture `model` on fake tensors, or on real ones where its forward reads values, and rewrite
-    its graphs for `device`; see `explain`."""
+    its graphs for `device`, which has the rates of `now`; see `explain`."""
     if not isinstance(model, nn.Module):
         raise InvalidInput("model", model, "a torch.nn.Module")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -384,7 +402,7 @@ def capture(
                     return nn.Parameter(new, x.requires_grad)
                 return new.requires_grad_(x.requires_grad)
 
-        recorder = Recorder(device)
+        recorder = Recorder(device, now)
         tensors = (*model.parameters(), *model.buffers())
         copy = deepcopy(model, {id(t): made(t) for t in tensors}).train(training)
         args, kwargs = _pytree.tree_map(made, inputs)
@@ -452,6 +470,16 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     return Row(*first, PYTORCH, {}, pytorch_ms, pytorch_ms, reason, sizes, is_estimate)
 
 
+def _slowed(row: Row, device: Device, now: Device) -> Row:
+    """Return `row` with the times that a model predicts for `device` as long as they are with the
+    rates of `now`, by what bounds the layer."""
+    if row.problem is None or row.is_estimate:
+        return row
+    slow = now.roofline_s(row.problem) / device.roofline_s(row.problem)
+    expected_ms, pytorch_ms = (ms and slow * ms for ms in (row.expected_ms, row.pytorch_ms))
+    return replace(row, expected_ms=expected_ms, pytorch_ms=pytorch_ms)
+
+
 def _other_row(name: str, calls: Sequence[tuple[str, float]]) -> Row:
     """Return the row of an operator that is no convolution."""
     ms = 1e3 * sum(seconds for _, seconds in calls) / len(calls)
@@ -459,41 +487,12 @@ def _other_row(name: str, calls: Sequence[tuple[str, float]]) -> Row:
     return Row(names, name, None, (), PYTORCH, {}, ms, ms, "no convolution", (), True)
 
 
-def _seconds(row: Row, device: Device) -> tuple[float, float]:
+def _seconds(row: Row, device: Device, now: Device) -> tuple[float, float]:
     """Return the seconds of one layer's convolution by PyTorch, and as it runs."""
     p, before, after = row.problem, row.pytorch_ms or 0.0, row.expected_ms or 0.0
     # Before, other operators compute all that follows the convolution.
     if isinstance(p, Problem) and p.has_epilogue and not row.is_estimate:
-        before = choosing.pytorch_ms(left_to_pytorch(p), device) or before
+        bare = left_to_pytorch(p)
+        slow = now.roofline_s(bare) / device.roofline_s(bare)
+        before = slow * (choosing.pytorch_ms(bare, device) or 0.0) or before
     return 1e-3 * before, 1e-3 * after
-
-
-def _convolution_s(node: fx.Node, device: Device) -> float:
-    """Return the seconds that a direction of a convolution is expected to take, by its bytes and
-    operations."""
-    image, filters = map(val_of, arguments_of(node)[:2])
-    out = val_of(node) if node.target is CONVOLUTION else val_of(node.args[0])
-    if arguments_of(node)[6]:
-        image, out = out, image  # transposed: each pixel of the input meets the filter
-    moved = sum(t.numel() * t.element_size() for t in (image, filters, out))
-    flops = 2.0 * out.numel() * filters.numel() / filters.shape[0]
-    # TF32, PyTorch's default for convolutions, has half the rate of half precision.
-    return _bound_s(moved, flops * (1 if image.dtype in _HALF else 2), device)
-
-
-def _node_s(node: fx.Node, device: Device) -> float:
-    """Return the expected seconds of an operator that is no convolution."""
-    leaves = _pytree.tree_leaves([val_of(n) for n in (node, *node.all_input_nodes)])
-    tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
-    if node.target in _PRODUCTS:
-        flops = 2.0 * tensors[0].numel() * val_of(node.all_input_nodes[-2]).shape[-1]
-    return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
-
-
-def _bound_s(moved: float, flops: float, device: Device) -> float:
-    """Return the seconds of a kernel that moves `moved` bytes and computes `flops` operations."""
-    return max(
-        _FLOOR_S,
-        float(moved) / (_BANDWIDTH_SHARE * device.dram_bytes_per_s),
-        float(flops) / (_TENSOR_SHARE * device.tensor_flops),
-    )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
 from confpred.pytorch.rewrite.sites import Site
-from confpred.pytorch.run import loading
+from confpred.pytorch.run import choosing, loading
 from confpred.pytorch.run.tuning import Tuner
 
 log = logging.getLogger("confpred")
@@ -393,6 +393,8 @@ def _remarks(
 
     if captures and all(capture.ordinal is None for capture in captures):
         yield NO_GPU
+    slow = [choosing.slow_now(capture.ordinal) for capture in captures]
+    yield from dict.fromkeys(filter(None, slow))
     notes = [capture.tuner.note for capture in captures if capture.tuner is not None]
     yield from dict.fromkeys(f"tune: {note}" for note in notes if note)
     if calls is not None and calls.failed:

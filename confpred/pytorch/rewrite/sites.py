@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree
 
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv import LAYOUTS, MAX_RANK, ConvNd
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run import choosing
@@ -23,6 +25,10 @@ from confpred.pytorch.run.loading import CHANNELS_LAST, DTYPES, is_channels_last
 
 CONVOLUTION = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+#: A kernel that is bound by memory takes at least this long, and reaches this share of the
+#: bandwidth; a matrix product this share of the tensor cores' rate.
+_FLOOR_S, _BANDWIDTH_SHARE, _TENSOR_SHARE = 2e-6, 0.8, 0.6
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 
 @dataclass(slots=True)
@@ -209,3 +215,34 @@ def name_of(node: fx.Node) -> str:
     text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
     return re.sub(r"^(copy|model)\.", "", text.strip("."))
+
+
+def convolution_s(node: fx.Node, device: Device) -> float:
+    """Return the seconds that a direction of a convolution is expected to take, by its bytes and
+    operations."""
+    image, filters = map(val_of, arguments_of(node)[:2])
+    out = val_of(node) if node.target is CONVOLUTION else val_of(node.args[0])
+    if arguments_of(node)[6]:
+        image, out = out, image  # transposed: each pixel of the input meets the filter
+    moved = sum(t.numel() * t.element_size() for t in (image, filters, out))
+    flops = 2.0 * out.numel() * filters.numel() / filters.shape[0]
+    # TF32, PyTorch's default for convolutions, has half the rate of half precision.
+    return _bound_s(moved, flops * (1 if image.dtype.itemsize == 2 else 2), device)
+
+
+def node_s(node: fx.Node, device: Device) -> float:
+    """Return the expected seconds of an operator that is no convolution."""
+    leaves = _pytree.tree_leaves([val_of(n) for n in (node, *node.all_input_nodes)])
+    tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
+    if node.target in _PRODUCTS:
+        flops = 2.0 * tensors[0].numel() * val_of(node.all_input_nodes[-2]).shape[-1]
+    return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
+
+
+def _bound_s(moved: float, flops: float, device: Device) -> float:
+    """Return the seconds of a kernel that moves `moved` bytes and computes `flops` operations."""
+    return max(
+        _FLOOR_S,
+        float(moved) / (_BANDWIDTH_SHARE * device.dram_bytes_per_s),
+        float(flops) / (_TENSOR_SHARE * device.tensor_flops),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,8 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from confpred.concurrency import uninterrupted
 from confpred.cuda import driver
 from confpred.cuda.compiler import close_kernels, open_kernels
+from confpred.cuda.discovery import slowness
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_named, operation_of
@@ -41,6 +44,9 @@ _watchers: dict[Hashable, Callable[[Choice], None]] = {}
 #: Choices, launches and other results, by the sizes of a call.
 _cache: dict[Hashable, Any] = {}
 _MOST_CACHED = 65_536
+#: GPUs as they run, and in words what is slow, by their ordinals (`as_it_runs`).
+_clocks: dict[int, tuple[Device, str]] = {}
+_clocks_lock = threading.Lock()
 
 
 def cached(key: Hashable, find: Callable[[], T]) -> T:
@@ -221,6 +227,7 @@ def choose_on(
     if device is None:
         return [None] * len(problems)
     choices = choose_many(problems, device, constraints)
+    check_clock(ordinal, choices)
     try:
         predictor = current_predictor(operation_of(problems[0]).name)
         model = predictor.models.get(device.key)
@@ -231,6 +238,44 @@ def choose_on(
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices
+
+
+def check_clock(ordinal: int, choices: Sequence[Choice | None]) -> None:
+    """Warn once where CUDA device `ordinal` is slower than its model says, if it made `choices`."""
+    device = device_of(ordinal)
+    if device is not None and any(c and c.model and not c.is_guess for c in choices):
+        as_it_runs(ordinal, device)
+
+
+def as_it_runs(ordinal: int, device: Device) -> Device:
+    """Return `device`, which CUDA device `ordinal` is, with the rates that it has now
+    (`confpred.cuda.discovery.as_it_runs`), and warn where they are lower.
+
+    It is measured at most once a process, and not while a CUDA graph is captured. An error leaves
+    `device` as it is.
+    """
+    with uninterrupted, _clocks_lock:
+        if ordinal not in _clocks:
+            if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+                return device
+            now = device
+            try:
+                with driver.outside_capture():  # of other threads
+                    torch.cuda.current_stream(ordinal).synchronize()  # this program's own work
+                now = driver.as_it_runs(ordinal)
+            except Exception as error:  # a warning is not worth an error
+                log.debug("the clock of cuda:%d cannot be measured: %s", ordinal, error)
+            _clocks[ordinal] = now, slowness(device, now)
+            if slow := slow_now(ordinal):
+                log.warning("%s; `nvidia-smi -q -d PERFORMANCE` says why, choices stay", slow)
+        return _clocks[ordinal][0]
+
+
+def slow_now(ordinal: int | None) -> str:
+    """Return in words what is slow on CUDA device `ordinal`; empty where nothing is, or it was not
+    measured."""
+    _, words = _clocks.get(ordinal, (None, "")) if ordinal is not None else (None, "")
+    return words and f"cuda:{ordinal} is slow: {words}"
 
 
 def device_of(ordinal: int) -> Device | None:

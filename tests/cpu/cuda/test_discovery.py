@@ -9,10 +9,17 @@ from types import SimpleNamespace
 import pytest
 from ptxas import resources
 
-from confpred.cuda import driver
+from confpred.cuda import discovery, driver
 from confpred.cuda.cache import KernelCache
 from confpred.cuda.compiler import compile_kernel
-from confpred.cuda.discovery import Facts, Rates, device_with, part_of, rate_kernel
+from confpred.cuda.discovery import (
+    Facts,
+    Rates,
+    device_with,
+    measure_rates,
+    part_of,
+    rate_kernel,
+)
 from confpred.errors import LaunchError, UnknownDevice
 from confpred.problem.device import KNOWN, Device, get_device
 
@@ -104,6 +111,15 @@ def test_a_gpu_that_cannot_be_measured_is_refused_with_the_reason(cache: Path) -
     assert not list(cache.rglob("*.json"))
 
 
+def test_a_gpu_that_refuses_a_stream_is_an_error_of_ours() -> None:
+    class Refusing:
+        def create_stream(self) -> None:
+            raise RuntimeError("no context")
+
+    with pytest.raises(LaunchError, match="Laptop GPU cannot be measured: no context"):
+        measure_rates(Refusing(), LAPTOP)
+
+
 def test_facts_are_read_from_the_drivers_properties() -> None:
     told = SimpleNamespace(
         compute_capability_major=8,
@@ -151,3 +167,115 @@ def test_a_part_of_a_gpu_is_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch,
 
 def test_without_a_driver_a_context_has_no_part() -> None:
     assert driver._context_sm_count(0) == 0
+
+
+# A clock that is not the one that was measured.
+
+H100 = KNOWN["h100"]
+FREE = Rates(H100.dram_bytes_per_s * 1.01, H100.tensor_flops * 1.3, H100.simt_flops * 1.08)
+
+
+class Clock:
+    """Measurements of an H100 one after the other, the last one for good, and their count."""
+
+    def __init__(self, *rates: Rates) -> None:
+        self.rates, self.count = list(rates), 0
+
+    def __call__(self) -> Rates:
+        self.count += 1
+        return self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]
+
+
+def runs(clock: Clock, driver: str = "580.1", uuid: str = "5ee7") -> Device:
+    return discovery.as_it_runs(H100, uuid, driver, clock)
+
+
+@pytest.fixture
+def boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of the boot's id, in place of Linux's, which tests cannot change."""
+    file = tmp_path / "boot_id"
+    file.write_text("first\n")
+    monkeypatch.setattr(discovery, "_BOOT_ID", file)  # see above
+    return file
+
+
+def test_a_clock_as_described_is_kept_for_a_boot_a_driver_and_a_gpu(boot: Path) -> None:
+    clock = Clock(FREE)
+    assert runs(clock) is runs(clock) is H100
+    assert clock.count == 1
+    assert discovery.slowness(H100, H100) == ""
+    runs(clock, driver="590.2")
+    runs(clock, driver="590.2", uuid="a9b1")
+    assert clock.count == 3
+    boot.write_text("second\n")
+    runs(clock, driver="590.2")
+    assert clock.count == 4
+
+
+def test_without_a_boot_id_each_process_measures(boot: Path, cache: Path) -> None:
+    boot.unlink()
+    clock = Clock(FREE)
+    runs(clock)
+    runs(clock)
+    assert (clock.count, [*cache.glob("clocks/*")]) == (2, [])
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "confpred-clock/2"}', "\0\1"])
+def test_a_damaged_mark_is_measured_again(boot: Path, cache: Path, content: str) -> None:
+    clock = Clock(FREE)
+    runs(clock)
+    (mark,) = cache.glob("clocks/*.json")
+    mark.write_text(content)
+    assert runs(clock) is runs(clock) is H100
+    assert clock.count == 2
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(boot: Path, cache: Path) -> None:
+    (cache / "clocks").write_text("a file where the folder is to be")
+    clock = Clock(FREE)
+    assert runs(clock) is runs(clock) is H100
+    assert clock.count == 2
+
+
+def test_a_busy_moment_does_not_count(boot: Path) -> None:
+    """The memory is busy in one measurement, and the multiprocessors in the next one."""
+    clock = Clock(
+        replace(FREE, dram_bytes_per_s=1e12),
+        replace(FREE, simt_flops=2e13, tensor_flops=2e14),
+        FREE,
+    )
+    assert runs(clock) is H100
+    assert clock.count == 2  # the fastest of both are right
+    assert runs(clock) is H100
+    assert clock.count == 2
+
+
+def test_what_is_slow_is_lowered_and_measured_by_each_process(boot: Path, cache: Path) -> None:
+    slow = replace(FREE, simt_flops=H100.simt_flops / 1.5)  # the products may be described as slow
+    clock = Clock(replace(slow, dram_bytes_per_s=1e12), slow)
+    now = runs(clock)
+    assert (clock.count, [*cache.glob("clocks/*")]) == (3, [])
+    assert now.dram_bytes_per_s == H100.dram_bytes_per_s
+    assert now.simt_flops == pytest.approx(H100.simt_flops / 1.5)
+    assert now.tensor_flops == pytest.approx(H100.tensor_flops / 1.5)
+    said = "arithmetic takes 1.50 times as long as on the h100 that was measured"
+    assert discovery.slowness(H100, now) == said
+    halved = Clock(replace(FREE, dram_bytes_per_s=H100.dram_bytes_per_s / 2))
+    assert discovery.slowness(H100, runs(halved)).startswith("memory takes 2.00 times as long as")
+    both = replace(slow, dram_bytes_per_s=H100.dram_bytes_per_s / 2)
+    assert " as long and arithmetic takes 1.50" in discovery.slowness(H100, runs(Clock(both)))
+
+
+def test_rates_of_a_data_sheet_are_no_measure(boot: Path) -> None:
+    clock = Clock(RATES)
+    a100 = KNOWN["a100"]
+    assert discovery.as_it_runs(a100, "5ee7", "580.1", clock) is a100
+    assert clock.count == 0
+    laptop = device_with(LAPTOP, Gpu())  # its rates were measured
+    assert discovery.as_it_runs(laptop, "5ee7", "580.1", clock) is laptop
+    assert clock.count == 1
+
+
+def test_a_few_percent_are_not_worth_a_word(boot: Path) -> None:
+    little = Rates(*(rate / 1.1 for rate in (3.0e12, 770e12, 60e12)))
+    assert runs(Clock(little)) is H100

@@ -19,8 +19,8 @@ BUDGETS = {
     "benchmarks": 6299, "confpred": 27006, "confpred/cli": 2165, "confpred/client": 754,
     "confpred/cuda": 772, "confpred/cudnn": 515, "confpred/data": 592, "confpred/families": 4746,
     "confpred/launch": 192, "confpred/measure": 913, "confpred/model": 1173,
-    "confpred/predict": 932, "confpred/problem": 1781, "confpred/products": 425,
-    "confpred/pytorch": 6175, "confpred/report": 844, "confpred/retraining": 966,
+    "confpred/predict": 932, "confpred/problem": 1785, "confpred/products": 425,
+    "confpred/pytorch": 6234, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1497, "confpred/training": 1775, "confpred/triton": 365,
     "datasets": 4538, "examples": 538, "service": 3487, "tests": 35747,
 }  # fmt: skip
