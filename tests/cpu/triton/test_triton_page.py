@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -70,3 +71,15 @@ def test_the_commands_run(repository: Path, tmp_path: Path) -> None:
     assert "BLOCK_M=" in told
     files = [*(folder / "models" / "h100-1").iterdir()]
     assert sum(file.stat().st_size for file in files) < 2e6
+
+
+def test_the_model_beside_the_example_is_of_its_kernel(repository: Path) -> None:
+    folder = repository / "examples" / "triton"
+    program = "from confpred.families.registry import all_families as f; print(f()['fused_linear'].digest)"  # fmt: skip
+    known = {"CONFPRED_FAMILIES": "fused_linear", "PYTHONPATH": str(folder)}
+    digest = python_says("-c", program, **known).strip()
+    for model in (folder / "models").iterdir():
+        card = json.loads((model / "card.json").read_text(encoding="utf-8"))
+        (source,) = card["families"]["fused_linear"]["source_digests"]
+        assert source.split()[-1] == digest
+        assert sum(file.stat().st_size for file in model.iterdir()) < 2e6
