@@ -75,7 +75,7 @@ def test_the_commands_run(repository: Path, tmp_path: Path) -> None:
 
 def test_the_model_beside_the_example_is_of_its_kernel(repository: Path) -> None:
     folder = repository / "examples" / "triton"
-    program = "from confpred.families.registry import all_families as f; print(f()['fused_linear'].digest)"  # fmt: skip
+    program = "from fused_linear import fused_linear as kernel; print(kernel.family.digest)"
     known = {"CONFPRED_FAMILIES": "fused_linear", "PYTHONPATH": str(folder)}
     digest = python_says("-c", program, **known).strip()
     for model in (folder / "models").iterdir():
