@@ -157,7 +157,7 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
     ms, pytorch_ms = _number(fields["predicted_ms"]), _number(fields.get("pytorch_ms"))
     facts = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
     facts |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
-    facts["is_near"] = source_device in KNOWN and is_near(device, KNOWN[source_device])
+    facts["is_near"] = source_device in KNOWN and is_near(device, KNOWN[str(source_device)])
     facts["extrapolated"] = fields.get("extrapolated", False) is True
     return Choice(problem, device.key, fields["source"], candidate, **facts)
 
