@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 939, "confpred/problem": 1783, "confpred/products": 425,
     "confpred/pytorch": 6181, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1497, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4538, "examples": 555, "service": 3487, "tests": 35900,
+    "datasets": 4538, "examples": 555, "service": 3487, "tests": 35905,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

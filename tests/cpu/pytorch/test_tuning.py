@@ -122,6 +122,11 @@ def board(tmp_path, monkeypatch) -> Iterator[Board]:
     choosing.forget()
 
 
+@pytest.fixture(scope="module")
+def shipped() -> Predictor:
+    return Predictor.load()
+
+
 def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> None:
     guess = choosing.choose_many([LAYER], board.device)[0]
     first = Tuner(60.0)
@@ -337,9 +342,9 @@ def test_a_gpu_that_always_fails_is_given_up(board, monkeypatch, caplog) -> None
 
 @pytest.mark.parametrize("why", ["no budget", "part", "exclusive", "ranks", "no memory"])
 def test_layers_that_are_not_measured_run_the_choice_of_the_same_architecture(
-    board, monkeypatch, why
+    board, shipped, monkeypatch, why
 ) -> None:
-    choosing.use_predictor(Predictor.load())
+    choosing.use_predictor(shipped)
     board.facts(part=why == "part", exclusive=why == "exclusive", free=80 << 30)
     if why == "no memory":
         board.facts(free=0)
@@ -355,8 +360,8 @@ def test_layers_that_are_not_measured_run_the_choice_of_the_same_architecture(
     assert choosing.why_pytorch(other) == "no model for this device"
 
 
-def test_a_kept_answer_goes_before_a_transferred_one(board) -> None:
-    choosing.use_predictor(Predictor.load())
+def test_a_kept_answer_goes_before_a_transferred_one(board, shipped) -> None:
+    choosing.use_predictor(shipped)
     (measured,) = board.ask(Tuner(60.0))
     assert measured.source == "measured"
     spent = Tuner(60.0, spent_s=60.0)
@@ -467,13 +472,15 @@ def test_the_first_capture_measures_and_status_says_so(
     assert board.measured() == lines  # the next capture finds them
 
 
-def test_status_says_how_many_choices_are_transferred(board, captured, monkeypatch) -> None:
+def test_status_says_how_many_choices_are_transferred(
+    board, shipped, captured, monkeypatch
+) -> None:
     def chooser(ordinal: int, options: Options) -> Callable[[Sequence[Any]], Any]:
         return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
 
     monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
     monkeypatch.setattr(loading, "was_refused", lambda *_: False)  # kernels need a GPU
-    choosing.use_predictor(Predictor.load())
+    choosing.use_predictor(shipped)
     model = nn.Conv2d(64, 64, 3, padding=1, groups=64).eval().half()
     model = model.to(memory_format=torch.channels_last)
     x = torch.randn(2, 64, 14, 14).half().to(memory_format=torch.channels_last)
