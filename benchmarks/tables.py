@@ -36,7 +36,10 @@ from confpred.problem.device import get_device
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/programs.md", "docs/pytorch.md", "docs/results.md", "docs/sampling.md")
+PAGES = (
+    "README.md", "docs/devices.md", "docs/programs.md", "docs/pytorch.md", "docs/results.md",
+    "docs/sampling.md",
+)  # fmt: skip
 DEVICES = ("h100", "h200")
 DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
 NOTABLE = 1.05  # a layer this many times as fast or as slow counts as faster or slower
@@ -204,6 +207,24 @@ def transfer_holdout(result: dict[str, Any]) -> str:
     return markdown((*heads, "with PyTorch's operator", "by time"), rows)
 
 
+def partitions(result: dict[str, Any]) -> str:
+    """Tabulate what a model of the whole GPU is worth on parts of its multiprocessors."""
+    heads = columns(
+        "multiprocessors | PyTorch | transferred, p95, worst | 8 measured, p95 | "
+        "time over expected | bound held"
+    )
+    rows = []
+    for part in result["parts"].values():
+        pytorch, first, tuned = (part[name] for name in ("pytorch", "first", "tuned"))
+        rows.append((
+            str(part["sm_count"]), f"{pytorch['geomean']:.3f}",
+            "{geomean:.3f}, {p95:.3f}, {worst:.3f}".format(**first),
+            "{geomean:.3f}, {p95:.3f}".format(**tuned),
+            f"{part['time']['median_ratio']:.2f}", f"{part['bound']['held']:.0%}",
+        ))  # fmt: skip
+    return markdown(heads, rows)
+
+
 #: Results of a device, of which `runs` tells.
 _RUNS = (
     "conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json",
@@ -264,6 +285,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
         "service": (("service_latency.json",), service),
         "served": ((), served),
         "fleet": (("fleet.json",), fleet),
+        "partitions": (("partitions.json",), partitions),
         "transfer-holdout": (("transfer_holdout.json",), transfer_holdout),
         "torch": (_versions(), pytorch_versions),
         "batch-norm": (

@@ -47,6 +47,8 @@ from confpred.sampler.run import Here, Sampling, find_gpus, sample
 
 SIZES, PROBLEMS = (32, 64, 96), 60
 PICKED, RANDOM, MEASURED = 8, 16, 8
+#: Times of PyTorch's operator that count as slower: two measurements differ by less.
+SLOWER = 1.02
 _JOB = "benchmarks.model.partitions:partition_job"
 #: For the sampler's processes: how many multiprocessors, and the key of the device.
 _SMS, _KEY = "PARTITION_SMS", "PARTITION_DEVICE"
@@ -141,6 +143,8 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
             "p95": float(np.quantile(values, 0.95)),
             "worst": float(values.max()),
         }
+    slower = sum(regrets["first"] > SLOWER * regrets["pytorch"] for _, regrets in rows)
+    found["first slower than pytorch"] = slower / max(len(rows), 1)
     ratios = [
         a.times[a.order[0]] / a.expected_ms
         for a, _ in rows

@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks.networks.network_models import Setting, lively_network, subject_of
 from benchmarks.networks.networks import PARTS
+from benchmarks.networks.unknown_board import UNKNOWN, without_models
 from confpred.pytorch.ways import WAYS, Start, measure
 
 
@@ -38,7 +39,11 @@ def without(part: str) -> Start:
     return start
 
 
-ALL_WAYS: Mapping[str, Start] = {**WAYS, **{part: without(part) for part in PARTS}}
+ALL_WAYS: Mapping[str, Start] = {
+    **WAYS, **{part: without(part) for part in PARTS},
+    **{way: without_models(way) for way in UNKNOWN},
+    "second optimize": WAYS["optimize"],
+}  # fmt: skip
 
 
 def say(way: str, what: str) -> None:

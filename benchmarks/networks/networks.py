@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +117,7 @@ class Started:
         self.folder = tempfile.TemporaryDirectory()
         self.out = Path(self.folder.name) / "out.json"
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu else {})
+        environment |= task.get("environment", {})
         if cold:
             environment |= {
                 "TORCHINDUCTOR_CACHE_DIR": f"{self.folder.name}/inductor",
@@ -176,10 +177,18 @@ def merged(
 
 
 def measure(told: argparse.Namespace) -> None:
-    """Measure, writing after each process, so that a run that is cut off loses one. Each GPU takes
-    the next task; they share the host."""
+    """Measure the suite that is asked for."""
     name = "broad" if told.suite == "broad" else "networks"
-    name += "_cold" if told.cold else ""
+    run(name + "_cold" * told.cold, tasks_of, told)
+
+
+def run(
+    name: str, tasks_of: Callable[..., list[dict[str, Any]]], told: argparse.Namespace,
+    summed: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
+) -> None:  # fmt: skip
+    """Measure the tasks that are left of a result, and write it, as `summed` makes it, after each
+    process, so that a run that is cut off loses one. Each GPU takes the next task; they share the
+    host."""
     path = told.out / f"{name}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + told.budget
@@ -210,7 +219,7 @@ def measure(told: argparse.Namespace) -> None:
             with lock:
                 for row in rows:
                     print(json.dumps(row), flush=True)
-                result = merged(result, rows, facts)
+                result = summed(merged(result, rows, facts))
                 write(name, result, told.out)
 
     with ThreadPoolExecutor(told.gpus) as threads:

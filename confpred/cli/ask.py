@@ -39,9 +39,13 @@ _PLAN_HEADINGS = ("layer", "source", "provider", "ms", "config")
 _ANSWER_HEADINGS = (
     "rank", "source", "provider", "ms", "PyTorch ms", "measured on", "bound", "confidence",
 )  # fmt: skip
+#: About guesses, by their source and whether they are launched.
 _GUESSES = {
-    "heuristic": "an estimate, without a model of such layers; PyTorch's operator runs",
-    "transferred": "by the model of another device; PyTorch's operator runs unless it is measured",
+    ("heuristic", False): "an estimate, without a model of such layers; PyTorch's operator runs",
+    ("transferred", False): (
+        "by the model of another device; PyTorch's operator runs unless it is measured"
+    ),
+    ("transferred", True): "by the model of another device of this architecture; not measured here",
 }
 
 
@@ -134,8 +138,8 @@ def _answer_table(answers: Sequence[Sequence[Choice]]) -> Iterator[str]:
             f"model {' and '.join(models)}: with 95 % confidence a choice is at most its bound "
             "times as slow as the best config"
         )
-    for source in sorted({choices[0].source for choices in answers if choices[0].is_guess}):
-        yield f"{source}: {_GUESSES[source]}"
+    guesses = {(c.source, c.is_launched) for c, *_ in answers if c.is_guess}
+    yield from (f"{guess[0]}: {_GUESSES[guess]}" for guess in sorted(guesses))
     if any(choices[0].extrapolated for choices in answers):
         yield "out of distribution: no similar layer was measured, so no bound was calibrated"
 

@@ -20,7 +20,7 @@ from confpred.concurrency import Recent
 from confpred.errors import InvalidInput, ServiceError, ServiceUnavailable
 from confpred.predict.choice import Choice, Source
 from confpred.predict.plan import named_candidate
-from confpred.problem.device import Device
+from confpred.problem.device import KNOWN, Device, is_near
 from confpred.problem.record import Record
 
 #: A problem, and how many choices; and the choices.
@@ -157,6 +157,7 @@ def _choice(fields: Mapping[str, Any], problem: Record, device: Device, server: 
     ms, pytorch_ms = _number(fields["predicted_ms"]), _number(fields.get("pytorch_ms"))
     facts = {"model": model, "donor": source_device, "server": server, "pytorch_ms": pytorch_ms}
     facts |= {"regret_bound": _number(fields["regret_bound"]), "predicted_ms": ms}
+    facts["is_near"] = source_device in KNOWN and is_near(device, KNOWN[str(source_device)])
     facts["extrapolated"] = fields.get("extrapolated", False) is True
     return Choice(problem, device.key, fields["source"], candidate, **facts)
 

@@ -47,6 +47,7 @@ class Choice:
         extrapolated: whether the problem is out of distribution: its sizes or its kind are outside
             those that the model was trained on.
         donor: key of the source device, whose model made a ``transferred`` choice; else None.
+        is_near: whether that has the architecture of `device` (`confpred.problem.device.is_near`).
         server: address of the service that answered, or None; it does not count for equality.
     """
 
@@ -60,6 +61,7 @@ class Choice:
     extrapolated: bool = False
     pytorch_ms: float | None = None
     donor: str | None = None
+    is_near: bool = False
     server: str | None = field(default=None, compare=False)
 
     @property
@@ -96,8 +98,13 @@ class Choice:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the device has no model of such problems; PyTorch's operator runs then."""
+        """Whether the device has no model of such problems."""
         return self.source in ("transferred", "heuristic")
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether PyTorch's operator is replaced: not on a guess from another architecture."""
+        return self.is_near or not self.is_guess
 
     def to_json(self) -> dict[str, Any]:
         """Return the one JSON form of a choice, printed by the CLI and sent by the service."""

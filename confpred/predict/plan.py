@@ -103,7 +103,7 @@ class Plan:
 def plan_of(choices: Iterable[Choice]) -> Plan:
     """Make the plan that repeats `choices`; where a problem comes again, its last choice counts.
 
-    A guess (`Choice.is_guess`) becomes PyTorch's operator, which is what runs inside PyTorch.
+    A guess that is not launched (`Choice.is_launched`) becomes PyTorch's operator, which runs.
 
     Raises:
         InvalidInput: there is no choice, or they are of several operations.
@@ -276,10 +276,10 @@ def _line(choice: Choice) -> dict[str, Any]:
 
 
 def _as_launched(choice: Choice) -> Choice:
-    """Return `choice` as it runs in PyTorch, without bounds: a guess is PyTorch's operator."""
-    if choice.is_guess:
+    """Return `choice` as it runs in PyTorch, without bounds."""
+    if not choice.is_launched:
         choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=None)
-    return replace(choice, regret_bound=None, extrapolated=False, donor=None)
+    return replace(choice, regret_bound=None, extrapolated=False, donor=None, is_near=False)
 
 
 def _launches(choices: Iterable[Choice]) -> Iterator[tuple[str, Launch]]:

@@ -32,7 +32,7 @@ from confpred.predict.choice import (
 )
 from confpred.predict.plan import Plan, read_plan
 from confpred.problem.conv2d import CONVOLUTION
-from confpred.problem.device import KNOWN, Device, get_device
+from confpred.problem.device import KNOWN, Device, get_device, is_near
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
@@ -291,6 +291,7 @@ class Predictor:
                     model=model.version,
                     pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
                     donor=None if own else model.device.key,
+                    is_near=not own and is_near(device, model.device),
                 )
                 ranked[problem] = choices = [
                     replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
@@ -432,9 +433,13 @@ def distance(one: Device, other: Device) -> float:
 
 def nearest_model(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
     """Return the model of the device nearest to `device`, of those in `models` (by device key) for
-    problems of the class `problem`."""
-    described = {key: KNOWN.get(key) or models[key].device for key in models}
-    for key in sorted(described, key=lambda key: (distance(described[key], device), key)):
+    problems of the class `problem`; one of the same architecture is nearer than all others."""
+
+    def order(key: str) -> tuple[bool, float, str]:
+        described = KNOWN.get(key) or models[key].device
+        return not is_near(device, described), distance(described, device), key
+
+    for key in sorted(models, key=order):
         if models[key].operation.problem is problem:
             return models[key]
     return None

@@ -94,6 +94,12 @@ class Device:
         return max(self.memory_s(problem), self.arithmetic_s(problem))
 
 
+def is_near(device: Device, source: Device) -> bool:
+    """Return whether `device` launches answers of the model of `source` that nobody measured on it:
+    where their architecture is the same, as the evidence is of one (decision 186)."""
+    return device.arch == source.arch
+
+
 def read_table() -> list[dict[str, Any]]:
     """Return the GPU models of ``devices.json``, each with the limits of its architecture."""
     table = read_json(_TABLE, "a table of devices", TABLE_FORMAT)

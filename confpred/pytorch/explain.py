@@ -76,7 +76,7 @@ class Row:
         config: the family's config; empty for PyTorch's operator.
         expected_ms: expected time of one layer, milliseconds; None if no model predicts it.
         pytorch_ms: the same by PyTorch's operators.
-        reason: ``predicted``, ``measured`` or ``pinned``, or why PyTorch's operator runs.
+        reason: source of the choice, such as ``predicted``, or why PyTorch's operator runs.
         sizes: of the input; empty for other operators.
         is_estimate: whether the times are estimates by bytes and operations, without a model.
     """
@@ -463,7 +463,8 @@ def _row(group: Sequence[Site], device: Device, sizes: tuple[int, ...], estimate
     first = (names, site.direction, problem, site.fused)
     if choice is not None and site.is_lowered:
         config, ms = dict(choice.config or {}), choice.predicted_ms
-        reason = choice.source + ", out of distribution" * choice.extrapolated
+        reason = choice.source + f" from {choice.donor}" * bool(choice.donor)
+        reason += ", out of distribution" * choice.extrapolated
         more = (config, pytorch_ms if ms is None else ms, pytorch_ms, reason)
         return Row(*first, choice.provider, *more, sizes, is_estimate)
     reason = "one kernel" if site.direction == "norm" else site.reason

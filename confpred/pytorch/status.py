@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -397,6 +398,10 @@ def _remarks(
     yield from dict.fromkeys(filter(None, slow))
     notes = [capture.tuner.note for capture in captures if capture.tuner is not None]
     yield from dict.fromkeys(f"tune: {note}" for note in notes if note)
+    chosen = [s.choice for c in captures for s in c.sites if s.choice and not c.reason(s)]
+    donors = Counter(choice.donor for choice in chosen if choice.source == "transferred")
+    for donor, count in donors.items():
+        yield f"{_counted(count, 'choice')} transferred from {donor}: not measured on this device"
     if calls is not None and calls.failed:
         yield f"it runs in eager mode: {calls.failed}"
     elif calls is not None and not captures:

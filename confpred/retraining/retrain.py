@@ -246,9 +246,9 @@ class _Retraining:
 
 
 def running(predictor: Predictor, problem: Record, device: Device) -> Candidate:
-    """Return the choice that PyTorch runs: PyTorch's operator if the choice would be a guess."""
+    """Return the choice that PyTorch runs: PyTorch's operator if the choice is not launched."""
     choice = predictor.choose(problem, device)
-    return PYTORCH_OPERATOR if choice.is_guess else choice.candidate
+    return choice.candidate if choice.is_launched else PYTORCH_OPERATOR
 
 
 def pairs_of(

@@ -49,7 +49,7 @@ def test_drift_times_the_model_of_this_gpu_again(device: Device) -> None:
     assert len(found["retimed"]) >= 8
 
 
-def test_a_transferred_choice_runs_only_where_it_is_measured(
+def test_a_choice_transferred_within_an_architecture_runs_and_is_measured(
     places: Path, monkeypatch, device: Device
 ) -> None:
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(places / "cache"))
@@ -68,4 +68,5 @@ def test_a_transferred_choice_runs_only_where_it_is_measured(
         layer.weight.data = weight
         confpred.optimize(layer, verify=3)(x)
     assert [found[0].source, found[-1].source] == ["transferred", "measured"]
-    assert not choosing.runs_kernel(found[0])
+    assert choosing.runs_kernel(found[0])
+    assert not replace(found[0], is_near=False).is_launched  # as of another architecture

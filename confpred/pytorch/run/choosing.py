@@ -318,7 +318,7 @@ def announce(choice: Choice) -> None:
 
 def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
-    if choice.is_guess:  # PyTorch is not replaced on a guess
+    if not choice.is_launched:
         if isinstance(choice.problem, ConvNd):
             return f"{choice.problem.grouping} layers were never sampled"
         dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"

@@ -3,7 +3,7 @@
     a guess (`confpred.predict.choice.Choice.is_guess`)
       -> the answer that is kept for this device, driver and cuDNN     at once
       -> measured now, the layers that take longest first              while the budget lasts
-      -> PyTorch's operator                                            else
+      -> the guess from a device of this architecture, else PyTorch's operator
 
 The sampler measures, by its protocol and in processes of its own: a fault or a hang costs a
 candidate. PyTorch's operator is timed before and after the candidates of each layer, and every

@@ -97,18 +97,22 @@ def test_the_help_says_how_a_rank_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "layer", "source", "measured_on"),
-    [("a100", LAYER, "transferred", "h100"), ("h100", DENSE, "heuristic", None)],
+    ("device", "layer", "source", "measured_on", "remark"),
+    [
+        ("a100", LAYER, "transferred", "h100", "PyTorch's operator runs unless it is measured"),
+        ("h100-pcie", LAYER, "transferred", "h100", "this architecture; not measured here"),
+        ("h100", DENSE, "heuristic", None, "PyTorch's operator runs"),
+    ],
 )
 def test_a_guess_is_marked_and_has_no_confidence(
-    device, layer, source, measured_on, model_folder
+    device, layer, source, measured_on, remark, model_folder
 ) -> None:
     words = ("--device", device, "--model", model_folder, "--layer", layer)
     said = confpred("predict", *words).stdout
     assert "95 %" not in said
     _, _, line, _, last = said.splitlines()
     assert last.startswith(f"{source}: ")
-    assert "PyTorch's operator runs" in last
+    assert last.endswith(remark)
     assert source in line
     (choice,) = json.loads(confpred("predict", *words, "--json").stdout)["choices"][0]
     told = [choice[name] for name in ("source", "measured_on", "confidence", "regret_bound")]

@@ -93,6 +93,9 @@ def test_the_last_choice_of_a_problem_counts_and_a_guess_is_pytorchs() -> None:
     (guess,) = plan_of([replace(CHOICES[0], source="heuristic")]).choices
     assert (guess.source, guess.predicted_ms) == ("heuristic", None)
     assert guess.candidate == PYTORCH_OPERATOR, "a kernel that no model knows is never launched"
+    near = replace(CHOICES[0], source="transferred", donor="h200", is_near=True)
+    (launched,) = plan_of([near]).choices
+    assert launched == replace(near, donor=None, is_near=False, regret_bound=None)
 
 
 def test_a_plan_is_for_several_devices_too_and_not_empty(tmp_path: Path) -> None:

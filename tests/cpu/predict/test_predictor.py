@@ -126,7 +126,7 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     assert {(c.source, c.device, c.model) for c in ranked} == {
         ("transferred", "a100", model.version)
     }
-    assert ranked[0].is_guess  # PyTorch's operator runs, unless it is measured
+    assert not any(c.is_launched for c in ranked)  # unless one is measured
     assert {(c.measured_on, c.confidence, c.regret_bound) for c in ranked} == {("h100", None, None)}
     learned = model.families[FAMILY.name]
     ours = [c for c in ranked if c.family]
@@ -134,6 +134,18 @@ def test_a_device_without_a_model_gets_the_order_of_another_devices(predictor, m
     assert [c.config_id for c in ours] == rows[: len(ours)].tolist()
     assert [c.predicted_ms for c in ours] == [s * 1e3 for s in seconds[: len(ours)]]
     assert set(rows) <= set(np.flatnonzero(FAMILY.legal(UNSEEN, a100)))
+
+
+def test_an_answer_transferred_within_an_architecture_is_launched(predictor):
+    part = replace(get_device("h100"), key="h100-64sm", sm_count=64)
+    for device in ("h100-pcie", "gh200", part):
+        ranked = predictor.rank(UNSEEN, device, 5)
+        assert {(c.source, c.measured_on, c.regret_bound) for c in ranked} == {
+            ("transferred", "h100", None)
+        }
+        assert all(c.is_guess and c.is_launched for c in ranked)
+        assert predictor.choose(UNSEEN, device, max_regret=9.0).source == "fallback"
+    assert not Predictor({}).choose(UNSEEN, "h100-pcie").is_launched
 
 
 def test_a_choice_says_where_its_knowledge_is_from(predictor, measured):
@@ -157,11 +169,11 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
     other = namedtuple("operation", "problem")(str)
     models = {
         key: model(get_device(key), convolution if key != "h200-nvl" else other)
-        for key in ("h100", "h200", "rtx-4090", "h200-nvl")
+        for key in ("h100", "h200", "rtx-4090", "h200-nvl", "rtx-3090")
     }
     donors = {
         key: nearest_model(models, get_device(key), Problem).device.key
-        for key in ("gh200", "h100-nvl", "rtx-5090", "l40s", "b200")
+        for key in ("gh200", "h100-nvl", "rtx-5090", "l40s", "b200", "rtx-3060")
     }
     assert donors == {
         "gh200": "h200",
@@ -169,6 +181,7 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
         "rtx-5090": "rtx-4090",
         "l40s": "rtx-4090",
         "b200": "h200",
+        "rtx-3060": "rtx-3090",  # of its architecture
     }
     assert nearest_model(models, get_device("h200"), int) is None
 

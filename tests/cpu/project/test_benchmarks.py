@@ -171,7 +171,15 @@ def test_what_transfers_to_a_part_of_a_gpu_is_summed_up():
     }  # fmt: skip
     found = partitions.summary([answer, replace(answer, times={best: 1.0})])
     assert found["problems"] == 1
+    assert found["first slower than pytorch"] == 1.0
+    faster = replace(answer, times=times | {PYTORCH_OPERATOR: 1.48})  # by less than noise
+    assert partitions.summary([answer, faster])["first slower than pytorch"] == 0.5
     assert found["order"] == {"geomean": pytest.approx(1.5), "p95": 1.5, "worst": 1.5}
     assert found["time"] == {"median_ratio": pytest.approx(2.0), "spread": 1.0}
     assert found["bound"] == {"problems": 1, "held": 0.0}
     assert len(partitions.layers(60, seed=0).entries) == 60
+    _, made = tables.TABLES["partitions"]
+    part = {"sm_count": 32} | found
+    assert "| 32 | 1.200 | 1.500, 1.500, 1.500 | 1.000, 1.000 | 2.00 | 0% |" in made(
+        {"parts": {"a": part}}
+    )

@@ -12,8 +12,12 @@ import pytest
 import torch
 from shared import python_says
 
+import confpred
 from benchmarks import tables
-from benchmarks.networks import losses, network_tables, networks
+from benchmarks.networks import losses, network_tables, networks, unknown_board
+from confpred.cuda import driver
+from confpred.problem.device import get_device
+from confpred.pytorch.run import choosing
 
 FACTS = {
     "date": "2026-01-01",
@@ -212,3 +216,89 @@ def test_the_broad_suite_is_shown_by_kind_and_by_step() -> None:
     assert _lines("broad-each", {"rows": rows}) == [
         "| detector | detection | inference, 1 | 2.00x | 1.20x | 1.10x | 0.90x | 0.50x |"
     ]
+
+
+# A board without a model
+
+
+def test_the_share_of_the_gain_is_of_logarithms() -> None:
+    assert unknown_board.share(1.21, 1.21) == 1.0
+    assert unknown_board.share(1.1, 1.21) == pytest.approx(0.5)
+    assert unknown_board.share(0.9, 1.21) < 0.0
+    assert unknown_board.share(1.3, 1.02) is None  # there is little to share
+
+
+def test_rows_of_an_unknown_board_are_summed_up() -> None:
+    def row(network: str, way: str, over: float, first_s: float) -> dict[str, Any]:
+        ratios = {"over_compile": over, "graph_over_compile": over**2}
+        return _row(network, way, first_s=first_s, **ratios)
+
+    ways = (("compile", 1.0), ("optimize", 1.21), ("tune=60", 1.21), ("tune=15", 1.1))
+    rows = [row("a", way, over, 9.0) for way, over in ways]
+    rows += [row("b", way, over, 9.0) for way, over in (*ways[:2], ("tune=15", 0.9))]
+    rows += [_row("b", "tune=60", error="out of memory")]
+    seconds = zip(unknown_board.SECOND, (4.0, 4.5), strict=True)
+    rows += [row("a", way, 1.0, first_s) for way, first_s in seconds]
+    found = unknown_board.summed({"rows": rows})
+    a, b = found["networks"].values()
+    assert a["wall_share"] == a["gpu_share"] == pytest.approx({"tune=60": 1.0, "tune=15": 0.5})
+    assert a["second_extra_s"] == 0.5
+    assert set(b["wall_share"]) == {"tune=15"}
+    assert found["summary"]["wall_share"] == pytest.approx({"tune=60": 1.0, "tune=15": 0.005**0.5})
+    assert found["summary"]["second_extra_s"] == 0.5
+    assert unknown_board.summed(found) == found
+
+
+def test_processes_of_an_unknown_board_are_those_that_are_left(tmp_path: Path) -> None:
+    told = unknown_board.parsed(["--networks", "regnety_016", "--cache", str(tmp_path)])
+    told.folder = told.cache
+    tasks = unknown_board.tasks_of(told, {})
+    ways = [list(unknown_board.WAYS), *([way] for way in unknown_board.SECOND)]
+    assert [task["ways"] for task in tasks] == ways
+    folder = {unknown_board.CACHE: str(tmp_path / "regnety_016")}
+    assert {(task["batch"], task["device"]) for task in tasks} == {(128, "cuda")}
+    assert all(task["environment"] == folder for task in tasks)
+    where = {"network": "regnety_016", "mode": "inference", "batch": 128}
+    some = {"rows": [where | {"way": way} for way in unknown_board.WAYS]}
+    assert [task["ways"] for task in unknown_board.tasks_of(told, some)] == ways[1:]
+    told.cache = None  # nothing is kept from the first process
+    assert len(unknown_board.tasks_of(told, some)) == 3
+    every = {"rows": [where | {"way": way} for each in ways for way in each]}
+    assert unknown_board.tasks_of(told, every) == []
+    with pytest.raises(SystemExit):
+        unknown_board.parsed(["--networks", "conv_tasnet"])  # which is trained alone
+
+
+def test_models_are_hidden_while_a_network_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.networks.network_steps import ALL_WAYS
+
+    # No GPU is here: the driver says what a GPU would.
+    monkeypatch.setattr(driver, "device_of", lambda _: get_device("h100"))
+    monkeypatch.setattr(driver, "describe", lambda _: ("NVIDIA H100", "580.1"))  # of it
+    monkeypatch.setenv(unknown_board.CACHE, str(tmp_path))
+    (tmp_path / "60" / "tuned").mkdir(parents=True)  # of a process that was cut off
+    seen = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            models = {n: dict(choosing.current_predictor(n).models) for n in choosing._predictors}
+            seen.append((driver.device_of(0).key, models, os.environ.get("CONFPRED_CACHE_DIR")))
+            return x
+
+    monkeypatch.setattr(confpred, "optimize", lambda model, **_: model)  # nothing is captured
+    step, x = ALL_WAYS["tune=60"](Layer()), torch.ones(1)
+    assert not (tmp_path / "60").exists()
+    before = os.environ.get("CONFPRED_CACHE_DIR")
+    step(x), step(x)
+    (board, models, cache), (after, _, then) = seen
+    assert {"conv2d", "batch_norm", "linear_chain"} <= models.keys()
+    assert (board, cache) == ("unknown-board", str(tmp_path / "60"))
+    assert not any(models.values())
+    assert (after, then) == ("h100", before)
+    assert not choosing._predictors
+    kept = tmp_path / "60" / "tuned"
+    kept.mkdir()
+    ALL_WAYS["second tune=60"](Layer())
+    assert kept.exists()

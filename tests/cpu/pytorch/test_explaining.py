@@ -159,6 +159,16 @@ def test_reasons_are_whole() -> None:
         assert words in told
 
 
+def test_a_transferred_choice_names_the_device_that_was_measured() -> None:
+    model = layers().half().to(memory_format=torch.channels_last)
+    x = image().half().to(memory_format=torch.channels_last)
+    near, other = (confpred.explain(model, x, device) for device in ("h100-pcie", "a100"))
+    (row,) = (row for row in near.rows if row.direction == "fprop")
+    assert (row.provider, row.reason) == ("grouped_fprop", "transferred from h100")
+    assert near.remarks == ()
+    assert {row.provider for row in other.rows if row.direction == "fprop"} == {"pytorch"}
+
+
 class Normed(nn.Module):
     """Channels-first images between norms of groups."""
 

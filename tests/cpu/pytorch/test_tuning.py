@@ -44,7 +44,7 @@ from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import backend
 from confpred.pytorch.backend import Options
-from confpred.pytorch.run import choosing, tuning
+from confpred.pytorch.run import choosing, loading, tuning
 from confpred.pytorch.run.choosing import Constraints
 from confpred.pytorch.run.tuning import Tuner
 from confpred.sampler import kept, run
@@ -120,6 +120,11 @@ def board(tmp_path, monkeypatch) -> Iterator[Board]:
     yield yield_from
     choosing._predictors.clear()
     choosing.forget()
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Predictor:
+    return Predictor.load()
 
 
 def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> None:
@@ -332,6 +337,39 @@ def test_a_gpu_that_always_fails_is_given_up(board, monkeypatch, caplog) -> None
     assert caplog.text.count("measuring failed") == 1
 
 
+# Another device's model.
+
+
+@pytest.mark.parametrize("why", ["no budget", "part", "exclusive", "ranks", "no memory"])
+def test_layers_that_are_not_measured_run_the_choice_of_the_same_architecture(
+    board, shipped, monkeypatch, why
+) -> None:
+    choosing.use_predictor(shipped)
+    board.facts(part=why == "part", exclusive=why == "exclusive", free=80 << 30)
+    if why == "no memory":
+        board.facts(free=0)
+    if why == "ranks":
+        monkeypatch.setenv("WORLD_SIZE", "8")  # as torchrun says
+    (choice,) = board.ask(Tuner(0.0 if why == "no budget" else 60.0))
+    assert (choice.source, choice.measured_on) == ("transferred", "h100")
+    assert choosing.runs_kernel(choice)
+    assert board.measured() == []
+    board.device = replace(board.device, arch="sm_80")  # of another architecture
+    (other,) = board.ask(Tuner(0.0))
+    assert other.source == "transferred"
+    assert choosing.why_pytorch(other) == "no model for this device"
+
+
+def test_a_kept_answer_goes_before_a_transferred_one(board, shipped) -> None:
+    choosing.use_predictor(shipped)
+    (measured,) = board.ask(Tuner(60.0))
+    assert measured.source == "measured"
+    spent = Tuner(60.0, spent_s=60.0)
+    kept_answer, new = board.ask(spent, LAYER, LARGER)
+    assert kept_answer == measured
+    assert (new.source, choosing.runs_kernel(new)) == ("transferred", True)
+
+
 # Ranks.
 
 _RANK = """
@@ -432,6 +470,24 @@ def test_the_first_capture_measures_and_status_says_so(
         confpred.optimize(confpred.revert(model), inductor=False)
         model(x)
     assert board.measured() == lines  # the next capture finds them
+
+
+def test_status_says_how_many_choices_are_transferred(
+    board, shipped, captured, monkeypatch
+) -> None:
+    def chooser(ordinal: int, options: Options) -> Callable[[Sequence[Any]], Any]:
+        return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
+
+    monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
+    monkeypatch.setattr(loading, "was_refused", lambda *_: False)  # kernels need a GPU
+    choosing.use_predictor(shipped)
+    model = nn.Conv2d(64, 64, 3, padding=1, groups=64).eval().half()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 14, 14).half().to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        confpred.optimize(model, inductor=False, tune=0)(x)
+    remark = "1 choice transferred from h100: not measured on this device"
+    assert remark in confpred.status(model).remarks
 
 
 def test_a_network_that_verify_times_is_not_tuned(board, captured, monkeypatch) -> None:
