@@ -166,7 +166,7 @@ def norm_example(n_rows: int, n_cols: int, dtype: str) -> None:
 
 
 def norm_reference(X_ptr, dY_ptr, W_ptr, RSTD_ptr, **_):
-    """The weights' gradients are sums of a program's rows, which depend on the config."""
+    """Return the input's gradient; the weights' are a program's sums, which vary."""
     scaled = dY_ptr.double() * W_ptr.double()
     x, rstd = X_ptr.double(), RSTD_ptr.double()[:, None]
     return {"dX_ptr": rstd * (scaled - rstd**2 * (scaled * x).mean(1, keepdim=True) * x)}

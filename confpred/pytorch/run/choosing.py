@@ -319,10 +319,10 @@ def announce(choice: Choice) -> None:
 def why_pytorch(choice: Choice) -> str | None:
     """Return why PyTorch's operator is to run, in words; None if a confpred kernel is."""
     if not choice.is_launched:
-        if isinstance(choice.problem, ConvNd):
-            return f"{choice.problem.grouping} layers were never sampled"
-        dense = getattr(choice.problem, "groups", None) == 1 and choice.source != "transferred"
-        return "dense layers were never sampled" if dense else "no model for this device"
+        is_dense = getattr(choice.problem, "groups", None) == 1
+        if choice.source == "transferred" or not (is_dense or isinstance(choice.problem, ConvNd)):
+            return "no model for this device"
+        return f"{choice.problem.grouping} layers were never sampled"
     if choice.source == "fallback":
         return "no legal kernel, or none within limits"
     if choice.candidate == PYTORCH_OPERATOR:

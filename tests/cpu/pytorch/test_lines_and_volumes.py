@@ -295,6 +295,10 @@ def test_explain_describes_every_rank() -> None:
     layer = nn.Conv3d(8, 8, 3, groups=8).to(memory_format=LAST_3D)
     (row, *_) = confpred.explain(layer, volume, "h100", training=True).rows
     assert row.cells()[3] == "fprop depthwise 3x3x3 -> 8"
+    assert row.reason.startswith("transferred from h200")
+    dense = nn.Conv3d(8, 16, 3).to(memory_format=LAST_3D)
+    (row, *_) = confpred.explain(dense, volume, "h100", training=False).rows
+    assert row.reason == "no legal kernel, or none within limits"
     assert row.is_estimate
     frames = nn.Conv3d(8, 8, (1, 3, 3), groups=8).half()
     volume = volume.half()
