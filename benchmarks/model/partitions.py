@@ -8,8 +8,8 @@ part is described as a device of its own (its rates are measured in it), and lay
 are sampled on it: of each kernel family the first configs in the model's order, and random ones.
 Times over the fastest that was measured, PyTorch's operator included, of
 
-- PyTorch's operator, as a guess is not launched;
-- the transferred order's first, launched without a measurement;
+- PyTorch's operator;
+- the transferred order's first, which is launched without a measurement;
 - the faster of PyTorch's operator and the best of the first eight, as tuning measures.
 
 Everything that the sampler enqueues runs on a stream of the part; its processes set that up
