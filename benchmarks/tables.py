@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "README.md", "docs/devices.md", "docs/programs.md", "docs/pytorch.md", "docs/results.md",
-    "docs/sampling.md",
+    "docs/sampling.md", "docs/triton.md",
 )  # fmt: skip
 DEVICES = ("h100", "h200")
 DIRECTIONS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
@@ -280,8 +280,22 @@ def _of_runs(*found: dict[str, Any] | None) -> str:
     return runs(results)
 
 
+def triton(found: dict[str, Any]) -> str:
+    """Tabulate regrets over the best config, of the model and of what people have without one."""
+    others = columns("nearest measured shape | ten configs, all tried | fixed config")
+    rows = []
+    for name, kernel in found["kernels"].items():
+        model = kernel["methods"]["model"]
+        own = (model[figure] for figure in ("geomean", "p95", "first three"))
+        rest = (kernel["methods"][method]["geomean"] for method in others)
+        rows.append((name, str(kernel["problems"]), *(f"{x:.3f}" for x in (*own, *rest))))
+    heads = columns("kernel | shapes | model | p95 | first three | nearest | ten tried | one fixed")
+    return markdown(heads, rows)
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
     {
+        "triton": (("triton.json",), triton),
         "service": (("service_latency.json",), service),
         "served": ((), served),
         "fleet": (("fleet.json",), fleet),

@@ -11,6 +11,7 @@ import pytest
 from launching import Config, assert_repeats, outside
 from layers import LINES, OTHER_RANKS, random_legal_conv
 from references import random_inputs, reference_nd, some_rows
+from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.measure.kernels import check
@@ -34,7 +35,7 @@ LAYERS = [
 every_family = pytest.mark.parametrize("family", OTHER_RANKS.values(), ids=OTHER_RANKS)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", slow_but(range(8), range(40), "more of the same"))
 @every_family
 def test_random_configs_of_a_random_problem_are_correct(
     family: Family, seed: int, device: Device
@@ -51,7 +52,7 @@ def test_random_configs_of_a_random_problem_are_correct(
         assert not wrong, f"{wrong}: {problem} {config_dict(family, row)}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], DTYPES, "more of the same"))
 @pytest.mark.parametrize(("family", "change"), LAYERS)
 def test_every_config_of_a_layer_of_a_network_is_right(
     family: Family, change: str, dtype: str, device: Device
@@ -63,7 +64,7 @@ def test_every_config_of_a_layer_of_a_network_is_right(
     assert outcomes
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", slow_but(["silu", "gelu"], ACTIVATIONS, "more of the same"))
 @pytest.mark.parametrize("name", [name for name in OTHER_RANKS if not name.endswith("wgrad")])
 def test_every_epilogue_is_right(name: str, activation: str, device: Device) -> None:
     family = OTHER_RANKS[name]

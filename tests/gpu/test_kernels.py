@@ -9,6 +9,7 @@ import pytest
 from launching import Config, assert_repeats, outside
 from layers import CONVOLUTIONS, random_legal_layer
 from references import random_inputs, reference, some_rows
+from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.measure.kernels import check
@@ -23,7 +24,7 @@ FAMILIES = CONVOLUTIONS
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-@pytest.mark.parametrize("seed", range(PROBLEMS))
+@pytest.mark.parametrize("seed", slow_but(range(5), range(PROBLEMS), "more of the same"))
 @every_family
 def test_random_configs_of_a_random_problem_are_correct(
     family: Family, seed: int, device: Device
@@ -81,7 +82,7 @@ def test_the_samplers_check_agrees(family: Family, device: Device) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_but(range(3), range(8), "more of the same"))
 @every_family
 def test_deterministic_configs_repeat_to_the_bit(family: Family, seed: int, device: Device) -> None:
     problem, rows = deterministic_problem(family, seed, device)
@@ -102,7 +103,7 @@ def deterministic_problem(family: Family, seed: int, device: Device) -> tuple[Pr
             return problem, some_rows(family, problem, device, rng, 2, 3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but(range(2), range(4), "more of the same"))
 @every_family
 def test_a_config_may_be_launched_again_at_once(family: Family, seed: int, device: Device) -> None:
     """Launches that follow one another share their workspaces and do not disturb one another."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from launching import Config, assert_repeats
 from norms import FAMILIES, expected, inputs_of, layer_of, legal_rows, random_problem, wrong
+from slow import slow_but
 
 from confpred.families.protocol import Family, config_dict
 from confpred.families.registry import operation_of
@@ -23,7 +24,7 @@ CONFIGS = 12
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_but(range(6), range(20), "more of the same"))
 @every_family
 def test_random_configs_of_a_random_layer_are_right(
     family: Family, seed: int, device: Device
@@ -49,7 +50,7 @@ def test_every_config_of_a_small_layer_is_right(family: Family, c: int, device: 
     assert outcomes
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", slow_but(["silu", "gelu"], ACTIVATIONS, "more of the same"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_family
 def test_every_activation_of_a_layer_of_a_network_is_right(

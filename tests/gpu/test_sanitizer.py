@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 from layers import CONVOLUTIONS, NORMS, OTHER_RANKS
+from slow import slow_but
 
 SANITIZER = shutil.which("compute-sanitizer")
 SCRIPT = Path(__file__).with_name("launch_sample.py")
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not on the PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+@pytest.mark.parametrize(
+    "tool", slow_but(["memcheck"], ["memcheck", "racecheck", "initcheck"], "three times as long")
+)
 @pytest.mark.parametrize("family", [*CONVOLUTIONS, *NORMS, *OTHER_RANKS])
 def test_a_sample_of_configs_is_clean(family: str, tool: str) -> None:
     options = ("--tool", tool, "--error-exitcode", "9")

@@ -151,7 +151,7 @@ def test_train_judge_and_predict(repository: Path, folder: Path) -> None:
         digits = len(figure.partition(".")[2])
         assert float(found[1]) == pytest.approx(float(figure), abs=0.6 * 10**-digits)
     said = walk.run(predict, repository, folder)
-    assert re.search(r"rows=30000 columns=224 dtype=bfloat16\n1 +predicted +softmax", said)
+    assert re.search(r"rows=8192 columns=2048 dtype=bfloat16\n1 +predicted +softmax", said)
 
 
 def test_the_committed_model_answers(repository: Path, folder: Path) -> None:
@@ -175,12 +175,12 @@ def test_an_operation_that_is_not_installed_is_named() -> None:
 def test_a_plan_is_of_configs_of_the_operation(repository: Path, folder: Path) -> None:
     (predict,) = (b for b in walk.blocks(repository) if "confpred predict" in b.text)
     (device,) = re.findall(r"--device (\w+)", predict.text)
-    config = {"row_threads": 32, "block_rows": 4, "vector": 4, "pieces": 2}
-    choice = {"device": device, "problem": {"rows": 30000, "columns": 224, "dtype": "bfloat16"}}
+    config = {"row_threads": 128, "block_rows": 1, "vector": 8, "pieces": 2}
+    choice = {"device": device, "problem": {"rows": 8192, "columns": 2048, "dtype": "bfloat16"}}
     choice |= {"provider": "softmax", "config": config}
     plan = {"format": "confpred-plan/3", "operation": "softmax", "choices": [choice]}
     (folder / "plan.json").write_text(json.dumps(plan))
     text = predict.text.replace("runs/softmax-1", f"{MODEL} --plan plan.json")
     said = walk.run(walk.Block("run", "sh", text), repository, folder)
-    pinned = r"^1 +pinned +softmax .*\n +row_threads=32 block_rows=4 vector=4 pieces=2$"
+    pinned = r"^1 +pinned +softmax .*\n +row_threads=128 block_rows=1 vector=8 pieces=2$"
     assert re.search(pinned, said, re.MULTILINE)

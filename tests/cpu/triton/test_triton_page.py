@@ -69,7 +69,7 @@ def test_the_commands_run(repository: Path, tmp_path: Path) -> None:
     told = run(others)
     assert "fused_linear: time of the choice / time of the best config" in told
     assert "BLOCK_M=" in told
-    files = [*(folder / "models" / "h100-1").iterdir()]
+    files = [*(folder / "models" / "h100-2").iterdir()]
     assert sum(file.stat().st_size for file in files) < 2e6
 
 
