@@ -18,6 +18,7 @@ HOLDOUT = DATASETS / "holdout"
 ANCHORS = DATASETS / "anchors"
 CHAINS = DATASETS / "chains"
 NORMS = DATASETS / "norm"
+RANKS, GROUPS = DATASETS / "rank", DATASETS / "group_norm"
 
 
 def _commit() -> str:

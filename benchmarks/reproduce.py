@@ -24,15 +24,19 @@ from benchmarks.provenance import (
     ANCHORS,
     CHAINS,
     DATASETS,
+    GROUPS,
     HOLDOUT,
     NORMS,
+    RANKS,
     ROOT,
     measured,
     measured_devices,
 )
 from confpred.model.card import CARD
 from confpred.model.folder import model_folders
+from confpred.problem.conv import CONV
 from confpred.problem.norm import BATCH_NORM
+from confpred.problem.norm_of_groups import NORM
 
 CONFPRED = Path(sys.executable).with_name("confpred")
 EXAMPLE = ROOT / "examples" / "softmax"
@@ -60,7 +64,10 @@ def _content(path: Path) -> Any:
 
 def models() -> None:
     """Train each model of ``models/``, and the example's, again under its name."""
-    data_of = {"conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "softmax": EXAMPLE}
+    data_of = {
+        "conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "conv": RANKS,
+        "norm": GROUPS, "softmax": EXAMPLE,
+    }  # fmt: skip
     found = (*ROOT.glob(f"models/*/{CARD}"), *ROOT.glob(f"models/*/*/{CARD}"))
     for card in (*sorted(found), *EXAMPLE.glob(f"*/{CARD}")):
         shipped = card.parent
@@ -82,8 +89,8 @@ def models() -> None:
 
 def results() -> None:
     """Evaluate for each device that was measured, learning from all of them, and by its hold-out
-    where that is measured; dense layers and batch norms by their hold-outs; and fill the tables
-    and the headers of the kernels."""
+    where that is measured; dense layers, other ranks and norms by their hold-outs; and fill the
+    tables and the headers of the kernels."""
     newest = model_folders(ROOT / "models")
     devices = measured_devices()
     data = [measured(device) for device in devices]
@@ -99,6 +106,8 @@ def results() -> None:
     for name, where, models in (
         ("dense", DATASETS, newest),
         ("norm", NORMS, model_folders(ROOT / "models" / BATCH_NORM.name)),
+        ("rank", RANKS, model_folders(ROOT / "models" / CONV.name)),
+        ("group_norm", GROUPS, model_folders(ROOT / "models" / NORM.name)),
     ):
         data = [measured(device, where) for device in measured_devices(where)]
         for device in measured_devices(HOLDOUT / name):

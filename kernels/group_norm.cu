@@ -25,13 +25,13 @@
 //
 // Share of the floor:
 //   group_norm on NVIDIA H200, 2026-11-27
-//      52% of bytes: n=16 p=16384 c=192 groups=32 activation=silu
-//      56% of bytes: n=4 p=65536 c=256 groups=32 activation=silu weights=float16
-//      58% of bytes: n=4 p=16384 c=256 groups=32 dtype=float32 activation=silu
+//      28% of bytes: n=2 p=28160 c=96 groups=96 dtype=bfloat16 activation=relu affine=none
+//      47% of bytes: n=1 p=65536 c=320 groups=32 activation=silu
+//      55% of bytes: n=8 p=65536 c=160 groups=32 activation=silu weights=float16
 //   group_norm_backward on NVIDIA H200, 2026-11-27
-//      49% of bytes: n=3 p=25440 c=512 groups=32 dtype=bfloat16 activation=silu direction=backward weights=bfloat16
-//      52% of bytes: n=16 p=65536 c=64 groups=32 dtype=bfloat16 activation=silu direction=backward
-//      55% of bytes: n=4 p=262144 c=128 groups=32 activation=silu direction=backward
+//      45% of bytes: n=2 p=16384 c=960 groups=32 dtype=bfloat16 activation=silu direction=backward
+//      51% of bytes: n=1 p=262144 c=96 groups=96 dtype=bfloat16 direction=backward
+//      56% of bytes: n=1 p=2097152 c=64 groups=64 direction=backward weights=float16
 #include "group_norm.cuh"
 
 extern __shared__ __align__(16) float shared[];
