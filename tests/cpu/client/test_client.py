@@ -16,7 +16,7 @@ from confpred.client import AsyncClient, Client, Trace
 from confpred.errors import InvalidInput, ServiceError, UnknownDevice
 from confpred.predict.plan import write_plan
 from confpred.predict.predictor import Predictor
-from confpred.problem.conv import ConvNd
+from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import KNOWN
 
@@ -60,10 +60,12 @@ def test_answers_are_the_librarys(url: str, local: Predictor) -> None:
 
 
 def test_layers_of_any_rank_are_answered(url: str, local: Predictor) -> None:
-    layers = [LAYER, ConvNd(8, 64, 512, 64, 4, padding=3, cut=3, groups=64, rank=1)]
-    layers += [ConvNd(1, 8, 9, 8, 3, d=9, h=9, t=3, r=3, groups=8, direction="wgrad")]
+    others = [ConvNd(8, 64, 512, 64, 4, padding=3, cut=3, groups=64, rank=1)]
+    others += [ConvNd(1, 8, 9, 8, 3, d=9, h=9, t=3, r=3, groups=8, direction="wgrad")]
+    expected = [local.choose(LAYER, "h100")]
+    expected += Predictor.load(operation=CONV.name).choose_many(others, "h100")
     with Client(url) as client:
-        assert client.choose_many(layers, "h100") == local.choose_many(layers, "h100")
+        assert client.choose_many([LAYER, *others], "h100") == expected
 
 
 def test_awaited_answers_are_the_librarys(url: str, local: Predictor) -> None:

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,10 +294,8 @@ def test_both_directions_are_replaced_together(served: Any, slow: str) -> None:
     assert bool(left(served)) is bool(slow)
 
 
-def test_without_a_model_nothing_is_asked(
-    captured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(choosing, "shipped_models", lambda _: tmp_path / "none")  # there are some
+def test_without_a_model_nothing_is_asked(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "is_known", lambda name: name != NORM.name)  # the package has one
     model = network(lambda m, x: F.silu(m.norm(x)), norm=nn.GroupNorm(4, WIDTH))
     for training in (False, True):
         compare(model, images(), training)

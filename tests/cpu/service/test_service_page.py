@@ -281,11 +281,11 @@ def test_the_answer_is_above_the_form(client: TestClient) -> None:
 def test_models_of_all_operations_are_listed(client: TestClient) -> None:
     text = client.get("/").text
     shipped = [card["name"] for card in _here()]
-    assert len(shipped) == 6
+    assert len(shipped) == 8
     rows = re.findall(r'<th scope="row">([hab][^<]*)</th>', text)
     assert sorted(rows) == sorted(shipped)
-    for operation in ("batch_norm", "linear_chain"):
-        assert text.count(f"<td>{operation}</td>") == 2
+    for operation, count in {"batch_norm": 2, "linear_chain": 2, "conv": 1, "norm": 1}.items():
+        assert text.count(f"<td>{operation}</td>") == count
 
 
 def test_nothing_is_cut_on_a_phone(client: TestClient) -> None:
@@ -406,8 +406,8 @@ def test_a_published_model_that_does_not_answer_is_listed(
     with TestClient(create_app(Settings(exchange=str(tmp_path)), PREDICTOR)) as client:
         text = client.get("/").text
         listed = client.get("/v1/models").json()["models"]
-    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text)  # 4 of other operations
-    table = {name: re.findall(r"<td[^>]*>(.*?)</td>", cells) for name, cells in rows[:-4]}
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text)  # 6 of other operations
+    table = {name: re.findall(r"<td[^>]*>(.*?)</td>", cells) for name, cells in rows[:-6]}
     assert any(not model["in_use"] for model in listed)
     for model in listed:
         cells = table[model["name"]]
