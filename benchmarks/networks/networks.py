@@ -255,18 +255,21 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
     ]
 
 
+def some(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """Return the type of an option that names some of `allowed`, separated by commas."""
+
+    def words(text: str) -> list[str]:
+        found = [word.strip() for word in text.split(",")]
+        for word in found:
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
+        return found
+
+    return words
+
+
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-
-    def some(allowed: Collection[str]) -> Any:
-        def words(text: str) -> list[str]:
-            found = [word.strip() for word in text.split(",")]
-            for word in found:
-                if word not in allowed:
-                    raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
-            return found
-
-        return words
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--suite", choices=("tuned", "broad"), default="tuned")

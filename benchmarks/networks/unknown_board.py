@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.networks.networks import BROAD, INFERENCE, KEY, run
+from benchmarks.networks.networks import BROAD, INFERENCE, KEY, run, some
 from benchmarks.provenance import RESULTS
 
 NETWORKS = (
@@ -165,15 +165,8 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     allowed = [n for n, kind in BROAD.items() if INFERENCE in dict(kind.steps)]
-
-    def some(text: str) -> list[str]:
-        for name in (names := [word.strip() for word in text.split(",")]):
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return names
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--networks", type=some, default=list(NETWORKS))
+    parser.add_argument("--networks", type=some(allowed), default=list(NETWORKS))
     parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cache", type=Path, help="a folder of this script alone")

@@ -22,8 +22,8 @@ from confpred.problem.operation import SCRATCH, ZEROED, Launch
 
 _MOST_SAMPLES = 65_535  # of a launch: CUDA counts them in 16 bits
 _MOST_LANES = 256
-#: That a thread adds up one after the other. With 8,100 on an H200 deviations were off by more than
-#: the sampler allows; no faster config has more than these.
+#: Most rows of a thread, which adds them up one after the other. With 8,100 on an H200 deviations
+#: were off by more than the sampler allows; no faster config has more than these.
 _MOST_ROWS = 2048
 _CLUSTERS = (2, 4, 8)  # blocks; every GPU that has clusters has these
 _CLUSTER_S = 1e-6  # that a cluster's blocks wait for one another
