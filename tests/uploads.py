@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,11 +82,34 @@ class Site:
 
     def keepers(self) -> set[int]:
         """Return the process that checks uploads, if there is one at the moment."""
-        return {
-            process
-            for process in self.server.workers()
-            if b"service.keeper" in Path(f"/proc/{process}/cmdline").read_bytes()
-        }
+        running = self.server.workers()
+        return {process for process in running if b"service.keeper" in command_line(process)}
+
+    def keeper(self) -> int:
+        """Wait for the process that checks uploads, and return it."""
+        eventually(self.keepers, self.server.said)
+        return self.keepers().pop()
+
+    def kill_keeper(self) -> None:
+        """Kill the process that checks uploads, as soon as there is one."""
+        eventually(lambda: any(map(killed, self.keepers())), self.server.said)
+
+
+def command_line(process: int) -> bytes:
+    """Return what a process was started with; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def killed(process: int) -> bool:
+    """Kill a process; say whether it was still there."""
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import os
 import re
 import resource
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 import uploads
 from fastapi.testclient import TestClient
 from served import eventually, head
-from uploads import PARQUET, Site, changed, whole
+from uploads import PARQUET, Site, changed, killed, whole
 
 from confpred import Predictor
 from confpred.client import AsyncClient, Client
@@ -266,9 +264,8 @@ def test_nothing_acknowledged_is_lost_where_processes_are_killed(
         reply = site.send(whole(rows.slice(40_000 + 30 * number, 30)), "write")
         ids.append(reply.json()["id"])
         if number % 2:
-            eventually(site.keepers)
-            os.kill(site.keepers().pop(), signal.SIGKILL)
-    os.kill((site.server.workers() - site.keepers()).pop(), signal.SIGKILL)
+            site.kill_keeper()
+    eventually(lambda: any(map(killed, site.server.workers() - site.keepers())))
     found = [site.became(upload, "write") for upload in ids]
     assert [each["state"] for each in found] == ["admitted"] * 6
     assert sum(each["rows"] for each in found) == 180

@@ -7,7 +7,6 @@ import itertools
 import os
 import resource
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -115,7 +114,7 @@ def test_a_fault_of_the_server_is_no_fault_of_the_file(
 ) -> None:
     damaged = site.exchange / "controls" / "damaged.parquet"
     trees = site.folder / "models" / "h100-1" / "card.json"
-    text, (process,) = trees.read_bytes(), site.keepers()
+    text, process = trees.read_bytes(), site.keeper()
 
     def small(least: int) -> None:
         for each in children(process):
@@ -174,7 +173,7 @@ def test_a_file_that_is_too_large_to_check_is_refused_before_it_is_read(
         assert found["state"] == "quarantined", name
         assert "has a text of " in found["reason"], found
         assert time.monotonic() - start < 30
-    (process,) = site.keepers()
+    process = site.keeper()
     for checker in children(process):
         status = Path(f"/proc/{checker}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
@@ -268,14 +267,14 @@ def test_a_kill_between_publishing_and_saying_so_is_made_up_for(
     card = {"created": "2031-01-01", "job": [job.id, job_now(exchange, job.id).started]}
     made = site.exchange / "models" / "h100-2031"
     digest = copy_model(site.folder / "models" / "h100-1", made, why="made up", **card)
-    os.kill(site.keepers().pop(), signal.SIGKILL)
+    site.kill_keeper()
     eventually(lambda: job_now(exchange, job.id).state == "published", site.server.said, 250)
     assert job_now(exchange, job.id).reason == "h100-2031: made up"
     eventually(lambda: in_use() == digest, site.server.said, 250)
     other = exchange.add_job("h100")
     eventually(lambda: job_now(exchange, other.id).ended, site.server.said, 250)
     exchange.set_job(other.id, "running")  # and the server is killed: it begins anew
-    os.kill(site.keepers().pop(), signal.SIGKILL)
+    site.kill_keeper()
     eventually(lambda: job_now(exchange, other.id).state == "failed", site.server.said, 250)
 
 
