@@ -115,25 +115,35 @@ def test_no_text_installs_confpred_by_its_name_alone(repository: Path) -> None:
     assert {"gpu", "train", "client", "data"} <= raised <= set(EXTRAS)
 
 
+def resolved(python: str, *words: str | Path) -> dict[str, str]:
+    """Return the packages that the resolver chooses; it reads metadata, and downloads no wheel."""
+    where = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+    done = uv("pip", "compile", "--no-annotate", "--no-header", *where, *words)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("==") for line in done.stdout.splitlines())
+
+
 @pytest.mark.slow(reason="the package index is asked for metadata of many packages")
 @pytest.mark.parametrize("python", ["3.10", "3.13"])
 def test_the_newest_pytorch_comes_with_one_cuda(tmp_path: Path, python: str) -> None:
-    """By the resolver alone: it reads metadata, and no wheel is downloaded."""
-
-    def resolved(*words: str | Path) -> dict[str, str]:
-        where = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
-        done = uv("pip", "compile", "--no-annotate", "--no-header", *where, *words)
-        assert done.returncode == 0, done.stderr
-        return dict(line.split("==") for line in done.stdout.splitlines())
-
     (tmp_path / "alone.in").write_text("torch")
-    alone = resolved(tmp_path / "alone.in")
-    packages = resolved("--extra", "gpu", "pyproject.toml")
+    alone = resolved(python, tmp_path / "alone.in")
+    packages = resolved(python, "--extra", "gpu", "pyproject.toml")
     assert packages["torch"] == alone["torch"]
     core = ("nvidia-cuda-nvrtc", "cuda-bindings", "cuda-toolkit")
     (cuda,) = {packages[name].partition(".")[0] for name in core}
     ends = {match[1] for name in packages if (match := re.search(r"-cu(\d+)$", name))}
     assert ends == {cuda}
+
+
+@pytest.mark.slow(reason="the package index is asked for metadata of many packages")
+@pytest.mark.parametrize("python", ["3.10", "3.12", "3.13"])
+def test_development_is_set_up_with_any_python(python: str) -> None:
+    """Tools that have left a Python behind are of the last version that knows it."""
+    extras = ("--extra", "dev", "--extra", "triton", "pyproject.toml")
+    packages = resolved(python, "--constraint", "constraints-dev.txt", *extras)
+    assert packages["torch"].partition("+")[0] == "2.13.0"
+    assert packages.keys() >= {"import-linter", "mypy", "pytest", "ruff", "schemathesis"}
 
 
 @pytest.mark.slow(reason="pytest runs beside PyTorch")
@@ -148,5 +158,5 @@ def test_what_passes_with_a_pytorch_is_recorded(tmp_path: Path) -> None:
     assert path.stem.removesuffix("-gpu") == version("torch").partition("+")[0]
     assert [record[name] for name in ("passed", "failed", "skipped")] == [1, 2, 1]
     assert record["failed_tests"] == ["test_some::test_b", "test_some::test_d"]
-    row = f"| {record['torch']} | {record['device']} | {record['python']} | 1 | 2 |"
+    row = f"| {record['torch']} | {record['device']} | {record['python']} | 1 | 2 | 1 |"
     assert row in tables.TABLES["torch"][1](record)
