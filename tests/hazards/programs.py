@@ -359,11 +359,12 @@ class Told(Tensor):
 
 @hazard(refused="Multiple dispatch failed", kernels=False)
 def subclasses_of_tensors(run: Run) -> Any:
+    """Their values alone: by PyTorch 2.15's `torch.compile` this network returns plain tensors."""
     model, found = run.optimize(run.network()), []
     with torch.no_grad():
         for seed in range(3):
             out = model(run.images(seed).as_subclass(Told))
-            found += [type(out).__name__, out.as_subclass(Tensor)]
+            found.append(out.as_subclass(Tensor))
     return found, run.infer(model)
 
 
