@@ -279,7 +279,7 @@ def legal_among(
     `Family.legal` where they are few of a large table."""
     if not isinstance(family, Tabled):
         return [family.legal(p, device)[own] for p, own in zip(problems, rows, strict=True)]
-    masks = [np.zeros(len(own), np.bool_) for own in rows]
+    masks: list[Mask] = [np.zeros(len(own), np.bool_) for own in rows]
     served = [i for i, problem in enumerate(problems) if family.serves(problem)]
     step = int(np.clip(_ROWS * len(rows) // max(1, sum(map(len, rows))), 1, _PROBLEMS))
     for start in range(0, len(served), step):

@@ -182,7 +182,8 @@ class Registers:
     def _look_up(self, kind: Kind) -> NDArray[np.int16]:
         """Return the registers of each kernel for `kind`, or for the most similar kind that was
         compiled."""
-        registers = np.zeros(int(self._kernel_of.max(initial=-1)) + 1, np.int16)
+        count = int(self._kernel_of.max(initial=-1)) + 1
+        registers: NDArray[np.int16] = np.zeros(count, np.int16)
         for like in (kind, *kind.stand_ins()):
             if (row := self._table.get(str(like))) is not None:
                 registers = np.where(registers, registers, np.array(row, np.int16))

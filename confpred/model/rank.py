@@ -208,8 +208,9 @@ def order_candidates(
         of their costs, ascending.
     """
     cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
-    stages, kept = np.zeros(len(pairs.rows), np.intp), np.arange(len(pairs.rows))
-    ranked = kept
+    stages = np.zeros(len(pairs.rows), np.intp)
+    ranked: Rows = np.arange(len(pairs.rows))
+    kept = ranked
     for trees, most in (*STAGES, (None, FINALISTS)):
         # Part by part, so that a candidate's cost, a sum of parts, depends on no other candidate.
         some = pairs.features[ranked] if done else pairs.features

@@ -284,7 +284,7 @@ def _integers(name: bytes, fields: dict[bytes, list[bytes]], count: int) -> NDAr
     """Return the `count` integers of a field of all trees."""
     text = b" ".join(filter(None, fields[name]))
     signs = (b" " + text).count(b" -")  # each begins a number
-    integers = np.zeros(0, np.int64)
+    integers: NDArray[np.int64] = np.zeros(0, np.int64)
     if text and not text.strip(b"-0123456789 ") and text.count(b"-") == signs:
         integers = np.fromstring(text.decode(), np.int64, sep=" ")
     if len(integers) != count:

@@ -103,8 +103,8 @@ class Strassen(chains.ChainFamily):
             passes *= 0.3 if launch.scratch_bytes < device.l2_bytes / 2 else 1.0
             seconds = chains.product_s(p, device, flops, moved) + passes / device.dram_bytes_per_s
             seconds += len(launch.program) * chains.LAUNCH_S
-            filled, saved = 8.0 / 7.0 * flops / p.flops, 1.0 - flops / p.flops
-            estimates.append((seconds, filled, saved, float(launch.workspace_bytes)))
+            shares = 8.0 / 7.0 * flops / p.flops, 1.0 - flops / p.flops
+            estimates.append((seconds, *shares, launch.workspace_bytes))
         estimate, filled, saved, workspace = np.array(estimates, np.float64).reshape(-1, 4).T
         return {
             "inner": self.configs["inner"][rows].astype(np.float64),
