@@ -32,6 +32,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.problem.record import Record
+from confpred.pytorch.run import keeping
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class Constraints:
 
 
 ANY = Constraints()
-#: From choices to those that run: measured ones instead of guesses.
+#: From choices to those that run: those measured now instead of guesses.
 Measure = Callable[[Sequence[Choice | None], Device, Constraints], Sequence[Choice | None]]
 #: In force during a capture (`confpred.pytorch.run.tuning`).
 measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
@@ -190,11 +191,17 @@ def choose_many(
     return choices
 
 
+def is_open(choice: Choice, constraints: Constraints) -> bool:
+    """Return whether a measurement may change `choice`: a guess, also one that was refused."""
+    return choice.is_guess or (choice.source == "fallback" and constraints.max_regret is not None)
+
+
 def preview(
     problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Return the choice for each of `problems` on `device`, by one call of the predictor, without
-    notifying watchers; None where there is no choice, such as on an unknown device."""
+    notifying watchers; None where there is no choice, such as on an unknown device. Guesses give
+    way to answers that tuning has kept."""
     chosen: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, constraints.limits)) for p in problems}
     try:
@@ -204,6 +211,8 @@ def preview(
             within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=constraints.max_regret)
             chosen.update(zip(group, choices, strict=True))
+            guesses = [choice.problem for choice in choices if is_open(choice, constraints)]
+            chosen |= keeping.look_up(guesses, device, operation_named(operation), limits)
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
