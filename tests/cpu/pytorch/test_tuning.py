@@ -456,10 +456,12 @@ def test_a_kept_answer_goes_before_a_transferred_one(board, shipped) -> None:
 
 # Ranks.
 
+#: Which ranks have files, and which an answer in them.
+_CASES = (((0, 1), (0, 1)), ((0, 1), (0,)), ((0, 1), (1,)), ((0,), (0,)), ((1,), (1,)), ((), ()))
 _RANK = """
 import json, sys
+from dataclasses import replace
 import torch.distributed as dist
-from pathlib import Path
 from confpred.cuda import driver
 from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
@@ -469,54 +471,53 @@ from confpred.problem.limits import UNLIMITED
 from confpred.pytorch.run import keeping, tuning
 from confpred.sampler import kept
 
-rank, first, folder, have = *map(int, sys.argv[1:3]), sys.argv[3], sys.argv[4]
-device = get_device("h100")
+rank, first, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 problem = Problem(2, 64, 14, 14, 64, 3, 3, groups=4, padding=1)
-own = Choice(problem, "h100", "measured", Candidate("grouped_fprop", rank), 0.5, pytorch_ms=1.0)
-has_files = str(rank) in have.split("+")[0]
-has_answer = str(rank) in have.split("+")[-1]
+own = Choice(problem, "a", "measured", Candidate("grouped_fprop", rank), 0.5, pytorch_ms=1.0)
 driver.describe = lambda _: ("NVIDIA H100", "580.1")
-kept.shards_of = lambda *_: [keeping.folder(device, CONVOLUTION) / "rows-1"] * has_files
 kept.times_in = lambda *_: {}
-kept.answer = lambda *_: own if has_answer else None
 
-def ask():
-    choices = keeping.look_up([problem], device, CONVOLUTION, UNLIMITED)
-    answers = [[c.config_id, c.source, c.pytorch_ms] for c in choices.values()]
-    return [answers, list(keeping.shards(device, CONVOLUTION))]
+def ask(key, files, answers):
+    device = replace(get_device("h100"), key=key)
+    kept.shards_of = lambda *_: [keeping.folder(device, CONVOLUTION) / "rows"] * (rank in files)
+    kept.answer = lambda *_: own if rank in answers else None
+    choices = keeping.look_up([problem], device, CONVOLUTION, UNLIMITED).values()
+    answers = [[c.config_id, c.source, c.pytorch_ms] for c in choices]
+    print(json.dumps([answers, list(keeping.shards(device, CONVOLUTION))]))
 
-assert ask() == [[], []]  # ranks have not met
+ask("early", (0, 1), (0, 1))  # ranks have not met
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-assert keeping.ranks() == 2
-for turn in (first, 1 - first):
-    if turn == rank:
-        print(json.dumps(ask()))
-    dist.barrier()
-print(tuning._Layers(0, device, CONVOLUTION, UNLIMITED).why_unmeasured())
+for number, case in enumerate(json.loads(sys.argv[4])):
+    for turn in (first, 1 - first):
+        if turn == rank:
+            ask(f"gpu-{number}", *case)
+        dist.barrier()
+print(tuning._Layers(0, get_device("h100"), None, UNLIMITED).why_unmeasured())
 """
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=_PROCESSES)])
-@pytest.mark.parametrize("have", [
-    "01", "0", pytest.param("1", marks=_PROCESSES), pytest.param("01+1", marks=_PROCESSES)
-])  # fmt: skip
-def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, monkeypatch, first, have) -> None:
-    """And none waits for another one. Those that have files, and an answer in them, differ."""
-    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
+def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, monkeypatch, first) -> None:
+    """And none waits for another one; those that differ may have other folders."""
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
-    command = [sys.executable, "-c", _RANK]
+    command, more = [sys.executable, "-c", _RANK], [str(first), str(tmp_path), json.dumps(_CASES)]
     ranks = [
-        subprocess.Popen([*command, str(r), str(first), str(tmp_path), have], stdout=-1, text=True)
-        for r in range(2)
+        subprocess.Popen([*command, str(rank), *more], stdout=-1, text=True) for rank in range(2)
     ]
-    one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    try:
+        one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert one == other
     assert [rank.returncode for rank in ranks] == [0, 0]
-    files, _, answers = have.partition("+")
-    answer = [[first, "measured", 1.0]] * (str(first) in (answers or files))
-    agreed = json.dumps([answer, ["rows-1"] * (str(first) in files)])
-    reason = "ranks of torch.distributed use answers that one process has kept before"
-    assert one.splitlines() == [agreed, reason]
+    agreed = [
+        [[[first, "measured", 1.0]] * (first in answers), ["rows"] * (first in files)]
+        for files, answers in _CASES
+    ]
+    *asked, reason = one.splitlines()
+    assert [json.loads(line) for line in asked] == [[[], []], *agreed]
+    assert reason == "ranks of torch.distributed use answers that one process has kept before"
 
 
 def test_ranks_that_have_not_met_measure_and_follow_nothing(board, monkeypatch) -> None:
