@@ -31,7 +31,7 @@ from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.pytorch.rewrite.fusing import Fold
-from confpred.pytorch.run import choosing, keeping
+from confpred.pytorch.run import choosing
 from confpred.pytorch.run.graphs import read_switches
 
 _SOURCES = Path(__file__).parents[1]
@@ -147,8 +147,8 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
             if model is None and operation == CONVOLUTION.name:  # its layers may be measured
                 return None
             models = predictor.models.values() if model is None else [model]
-            kept = keeping.shards(device, operation_named(operation))
-            if kept and keeping.ranks() > 1:
+            kept = choosing.kept_shards(device, operation_named(operation))
+            if kept and choosing.ranks() > 1:
                 return None
             facts += [operation, predictor.planned, *(source.digest for source in models), *kept]
     return repr(facts)

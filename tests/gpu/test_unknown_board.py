@@ -25,7 +25,7 @@ from confpred.predict.plan import read_plan
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED
-from confpred.pytorch.run import choosing, keeping, tuning
+from confpred.pytorch.run import choosing, tuning
 from confpred.pytorch.run.tuning import Tuner
 from confpred.sampler import kept, run
 
@@ -114,7 +114,7 @@ def test_a_planted_fault_costs_its_candidate(
     choice = ask(board, Tuner(90.0))
     assert choice.source == "measured"
     assert choice.candidate not in (faulty, PYTORCH_OPERATOR)
-    times = kept.times_in(keeping.folder(board, CONVOLUTION), CONVOLUTION)
+    times = kept.times_in(choosing.kept_folder(board, CONVOLUTION), CONVOLUTION)
     timed = [measured.candidate for measured in times[LAYER]]
     assert faulty not in timed
     assert torch.ones(3, device="cuda").sum().item() == 3  # this process lives

@@ -1,6 +1,6 @@
 """Operators that rewritten graphs and eager programs call, and CUDA graphs.
 
 calls       operators -> convolve, norms, pointwise, fold, library
-launches    keeping -> choosing, verify -> loading
+launches    choosing, verify -> loading
 replays     graphs
 """

@@ -1,6 +1,6 @@
 """Tuning: on a GPU that no model knows, the layers of a capture are measured, within a budget.
 
-    a guess without a kept answer (`confpred.pytorch.run.keeping`)
+    a guess without a kept answer (`confpred.pytorch.run.choosing`)
       -> measured now, the layers that take longest first              while the budget lasts
       -> the guess from a device of this architecture, else PyTorch's operator
 
@@ -43,7 +43,7 @@ from confpred.problem.device import Device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-from confpred.pytorch.run import choosing, keeping
+from confpred.pytorch.run import choosing
 from confpred.pytorch.run.choosing import Constraints, is_open, limits_for
 from confpred.pytorch.run.loading import load
 from confpred.sampler import kept
@@ -102,7 +102,7 @@ class Tuner:
     ) -> Sequence[Choice | None]:
         for choice in filter(None, choices):
             if choice.source == "measured" and choice.model is None and not self.note:
-                folder = keeping.folder(device, operation_of(choice.problem))
+                folder = choosing.kept_folder(device, operation_of(choice.problem))
                 self.note = f"answers are kept in {folder}; {_FURTHER}"
         if not self._budget_on(device):
             return choices
@@ -144,7 +144,7 @@ class Tuner:
             self._measure(layers, fitting)
         finally:
             self.spent_s += time.monotonic() - begun
-        answers = keeping.look_up(missing, layers.device, layers.operation, layers.limits)
+        answers = choosing.kept_answers(missing, layers.device, layers.operation, layers.limits)
         short = len(missing) - len(fitting)
         self.note = (
             f"measured {len(answers)} of {len(missing)} layers in {self.spent_s:.0f} s"
@@ -219,7 +219,7 @@ class _Layers:
 
     @property
     def folder(self) -> Path:
-        return keeping.folder(self.device, self.operation)
+        return choosing.kept_folder(self.device, self.operation)
 
     def hints(self) -> kept.Times:
         """Return what was measured under other versions, which may hold no more."""
@@ -229,7 +229,7 @@ class _Layers:
 
     def why_unmeasured(self) -> str:
         """Return why nothing can be measured now, in words; empty where it can."""
-        if keeping.ranks() > 1:
+        if choosing.ranks() > 1:
             return "ranks of torch.distributed use answers that one process has kept before"
         if driver.is_part(self.ordinal):
             return "other processes see all of a GPU that this context has a part of"

@@ -20,7 +20,7 @@ from confpred.cuda import driver
 from confpred.predict.predictor import Predictor
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch import backend, graph_cache
-from confpred.pytorch.run import choosing, keeping
+from confpred.pytorch.run import choosing
 from confpred.sampler import kept
 
 LAST = torch.channels_last
@@ -187,13 +187,13 @@ def test_answers_that_tuning_keeps_later_make_another_graph(
     find = lambda: graph_cache.identity_of(backend.Options(), [image()], False)  # noqa: E731
     before = find()
     for version in ("570.1", "580.1"):
-        folder = kept.folder_of(H100.key, NORM, version, keeping.cudnn_version())
+        folder = kept.folder_of(H100.key, NORM, version, choosing.cudnn_version())
         folder.mkdir(parents=True)
         (folder / "rows-1.parquet").touch()
         assert (find() == before) == (version == "570.1")
     assert find() is not None
-    monkeypatch.setattr(keeping, "ranks", lambda: 2)  # that have met, and say the same
-    monkeypatch.setattr(keeping, "_settled", lambda question, mine: mine)
+    monkeypatch.setattr(choosing, "ranks", lambda: 2)  # that have met, and say the same
+    monkeypatch.setattr(choosing, "_settled", lambda question, mine: mine)
     assert find() is None
 
 

@@ -45,7 +45,7 @@ from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import backend, eager, plan
 from confpred.pytorch.backend import Options
-from confpred.pytorch.run import choosing, keeping, loading, tuning, verify
+from confpred.pytorch.run import choosing, loading, tuning, verify
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.tuning import Tuner
 from confpred.sampler import kept, run
@@ -97,7 +97,7 @@ class Board:
         self.patch.setattr(run, "find_gpus", find_gpus)  # there is none to find
 
     def folder(self) -> Path:
-        return keeping.folder(self.device, CONVOLUTION)
+        return choosing.kept_folder(self.device, CONVOLUTION)
 
     def layers(self) -> Any:
         return tuning._Layers(0, self.device, CONVOLUTION, UNLIMITED)
@@ -311,8 +311,9 @@ def test_a_damaged_file_costs_a_line_of_the_log(board, caplog, monkeypatch, text
     (shard, *_) = board.folder().glob("rows-*.parquet")
     other = shard.with_name("rows-other.parquet")
     other.write_bytes(shard.read_bytes()[:100] if text == "half" else text)
-    if not written:  # as another user's
-        monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    if not written:
+        # Which fails, as on another user's file.
+        monkeypatch.setattr(Path, "rename", lambda shard, _: shard.rmdir())
     caplog.clear()
     for _ in range(3):
         assert board.ask(Tuner(0.0)) == [choice]
@@ -324,14 +325,14 @@ def test_what_a_damaged_file_held_is_measured_again(board) -> None:
     board.ask(Tuner(60.0))
     for shard in board.folder().glob("rows-*.parquet"):
         shard.write_bytes(shard.read_bytes()[:100])
-    keeping._times.cache_clear()  # as in another process
+    choosing._times.cache_clear()  # as in another process
     assert board.ask(Tuner(0.0))[0].is_guess
     assert board.ask(Tuner(60.0))[0].source == "measured"
 
 
 def test_answers_that_cannot_be_read_cost_a_line_of_the_log(board, caplog, monkeypatch) -> None:
     board.ask(Tuner(60.0))
-    keeping._times.cache_clear()  # as in another process
+    choosing._times.cache_clear()  # as in another process
     caplog.clear()
     monkeypatch.setitem(sys.modules, "confpred.data.parquet", None)  # as without pyarrow
     for _ in range(3):
@@ -468,7 +469,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED
-from confpred.pytorch.run import keeping, tuning
+from confpred.pytorch.run import choosing, tuning
 from confpred.sampler import kept
 
 rank, first, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -479,11 +480,12 @@ kept.times_in = lambda *_: {}
 
 def ask(key, files, answers):
     device = replace(get_device("h100"), key=key)
-    kept.shards_of = lambda *_: [keeping.folder(device, CONVOLUTION) / "rows"] * (rank in files)
+    shard = choosing.kept_folder(device, CONVOLUTION) / "rows"
+    kept.shards_of = lambda *_: [shard] * (rank in files)
     kept.answer = lambda *_: own if rank in answers else None
-    choices = keeping.look_up([problem], device, CONVOLUTION, UNLIMITED).values()
+    choices = choosing.kept_answers([problem], device, CONVOLUTION, UNLIMITED).values()
     answers = [[c.config_id, c.source, c.pytorch_ms] for c in choices]
-    print(json.dumps([answers, list(keeping.shards(device, CONVOLUTION))]))
+    print(json.dumps([answers, list(choosing.kept_shards(device, CONVOLUTION))]))
 
 ask("early", (0, 1), (0, 1))  # ranks have not met
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
