@@ -192,8 +192,8 @@ def test_answers_that_tuning_keeps_later_make_another_graph(
         (folder / "rows-1.parquet").touch()
         assert (find() == before) == (version == "570.1")
     assert find() is not None
-    monkeypatch.setattr(choosing, "ranks", lambda: 2)  # that have met, and say the same
-    monkeypatch.setattr(choosing, "_settled", lambda question, mine: mine)
+    monkeypatch.setattr(choosing, "ranks", lambda: 2)  # there is one process
+    monkeypatch.setattr(choosing, "_settled", lambda _, mine: mine)  # the other one says the same
     assert find() is None
 
 
