@@ -53,8 +53,9 @@ CACHE = "UNKNOWN_BOARD_CACHE"
 
 
 @contextmanager
-def models_hidden(folder: Path) -> Iterator[None]:
-    """Let the GPU be one that no model knows in the block; `folder` is its user's cache."""
+def models_hidden(folder: Path) -> Iterator[Any]:
+    """Let the GPU be one that no model knows in the block, which gets its description; `folder` is
+    its user's cache."""
     from confpred.cuda import driver
     from confpred.families.registry import all_operations
     from confpred.predict.predictor import Predictor
@@ -69,7 +70,7 @@ def models_hidden(folder: Path) -> Iterator[None]:
         for operation in all_operations():
             choosing.use_predictor(Predictor({}), operation)
         try:
-            yield
+            yield board
         finally:
             choosing._predictors.clear()
             choosing.forget()

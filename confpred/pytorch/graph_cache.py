@@ -26,7 +26,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 
-from confpred.families.registry import all_operations
+from confpred.families.registry import all_operations, operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
@@ -118,8 +118,9 @@ def serializable(compile: Callable[..., Any]) -> Any:
 def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str | None:
     """Return what the rewriting of a graph depends on beside what PyTorch's key covers.
 
-    None where that cannot be said, as with open sizes, several GPUs, and choices by a service or by
-    measurements; and where a backward pass may never be asked for, as it is compiled with it.
+    None where that cannot be said, as with open sizes, several GPUs, choices by a service or by
+    measurements, and kept answers that ranks have to agree about; and where a backward pass may
+    never be asked for, as it is compiled with it.
     """
     if not should_use_local_autograd_cache():
         return None
@@ -146,7 +147,10 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
             if model is None and operation == CONVOLUTION.name:  # its layers may be measured
                 return None
             models = predictor.models.values() if model is None else [model]
-            facts += [operation, predictor.planned, *(source.digest for source in models)]
+            kept = choosing.kept_shards(device, operation_named(operation))
+            if kept and choosing.ranks() > 1:
+                return None
+            facts += [operation, predictor.planned, *(source.digest for source in models), *kept]
     return repr(facts)
 
 

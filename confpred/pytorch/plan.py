@@ -105,7 +105,7 @@ def prepare(
     problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
     if not problems:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
-    plan = plan_of(choosing.current_predictor().choose_many(problems, target))
+    plan = plan_of(filter(None, choosing.preview(problems, target)))
     write_plan(Path(out), plan, kernels=_compile_kernels(plan))
     return plan
 

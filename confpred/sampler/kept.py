@@ -56,11 +56,15 @@ def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Pat
     return cache_folder("tuned") / device / f"{driver}_{cudnn or 'none'}" / operation.name
 
 
+def shards_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
+    """Return the files that there are, of one driver or all; the device ``*`` is every one."""
+    files = f"{device}/{driver}_*/{operation.name}/rows-*.parquet"
+    return sorted(cache_folder("tuned").glob(files))
+
+
 def folders_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
-    """Return the folders that there are, of one driver or all, the last one written to first; the
-    device ``*`` is every one."""
-    shards = cache_folder("tuned").glob(f"{device}/{driver}_*/{operation.name}/rows-*.parquet")
-    folders = {shard.parent for shard in shards}
+    """Return the folders of `shards_of`, the last one written to first."""
+    folders = {shard.parent for shard in shards_of(device, operation, driver)}
     return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 

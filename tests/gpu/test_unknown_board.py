@@ -7,7 +7,6 @@ import copy
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from command_line import confpred as command
 from torch import nn
 
 import confpred
-from confpred.cuda import driver
+from benchmarks.networks.unknown_board import models_hidden
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import kernels_of
 from confpred.predict.choice import Choice
 from confpred.predict.plan import read_plan
-from confpred.predict.predictor import Predictor
-from confpred.problem import device as devices
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED
@@ -37,17 +34,10 @@ LAYER = Problem(32, 256, 56, 56, 256, 7, 7, groups=256, padding=3)
 
 
 @pytest.fixture
-def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device) -> Iterator[Device]:
+def board(tmp_path: Path) -> Iterator[Device]:
     """The GPU at hand under another name, and no model at all."""
-    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
-    made = replace(device, key="test-board", product="NVIDIA Test Board")
-    devices.remember(driver.describe(0)[1], asdict(made))
-    for module in (driver, run):
-        monkeypatch.setattr(module, "device_of", lambda _: made)
-    choosing.use_predictor(Predictor({}))
-    yield made
-    choosing._predictors.clear()
-    choosing.forget()
+    with models_hidden(tmp_path / "cache") as made:
+        yield made
     torch._dynamo.reset()
 
 
@@ -81,14 +71,22 @@ def test_a_board_is_measured_once_and_its_answers_are_exported(
         raise AssertionError("what is kept is measured again")
 
     monkeypatch.setattr(run, "sample", sampled)
-    torch._dynamo.reset()
-    again, begun = copy.deepcopy(plain), time.monotonic()
-    confpred.optimize(again, x)
-    print(f"the second capture took {time.monotonic() - begun:.1f} s")
-    second = confpred.status(again)
-    assert second.providers == first.providers
-    assert any("confpred retrain --kept" in text for text in second.remarks), second
-    torch.testing.assert_close(again(x), plain(x), rtol=2e-2, atol=2e-2)
+    for tune in (None, 0):
+        torch._dynamo.reset()
+        again, begun = copy.deepcopy(plain), time.monotonic()
+        confpred.optimize(again, x, tune=tune)
+        print(f"a capture with tune={tune} took {time.monotonic() - begun:.1f} s")
+        second = confpred.status(again)
+        assert second.providers == first.providers
+        assert any("confpred retrain --kept" in text for text in second.remarks), second
+        torch.testing.assert_close(again(x), plain(x), rtol=2e-2, atol=2e-2)
+    seen: list[Choice] = []
+    with choosing.watch_choices(seen.append):
+        out = confpred.conv2d(
+            x, plain[0].weight, plain[0].bias, padding=3, groups=256, activation="relu"
+        )
+    torch.testing.assert_close(out, plain[:2](x), rtol=2e-2, atol=2e-2)
+    assert [choice.source for choice in seen] == ["measured"]
 
     out = tmp_path / "plan.json"
     done = command("plan", "export", "--device", board.key, "--kept", "--out", out)
@@ -116,7 +114,7 @@ def test_a_planted_fault_costs_its_candidate(
     choice = ask(board, Tuner(90.0))
     assert choice.source == "measured"
     assert choice.candidate not in (faulty, PYTORCH_OPERATOR)
-    folder = kept.folder_of(board.key, CONVOLUTION, driver.describe(0)[1], tuning.cudnn_version())
-    timed = [each.candidate for each in kept.times_in(folder, CONVOLUTION)[LAYER]]
+    times = kept.times_in(choosing.kept_folder(board, CONVOLUTION), CONVOLUTION)
+    timed = [measured.candidate for measured in times[LAYER]]
     assert faulty not in timed
     assert torch.ones(3, device="cuda").sum().item() == 3  # this process lives

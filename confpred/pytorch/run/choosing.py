@@ -1,25 +1,33 @@
-"""From a problem to a choice, by the predictor, the limits and the switches in force."""
+"""From a problem to a choice, by the predictor, the limits and the switches in force.
+
+A guess gives way to an answer that tuning has kept for this device, driver and cuDNN, whatever
+`tune` says. Ranks of ``torch.distributed`` never differ: the answer of the first rank that asks for
+a layer is the answer of all, and nobody waits for another one.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from confpred.concurrency import uninterrupted
 from confpred.cuda import driver
 from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.cuda.discovery import slowness
-from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
-from confpred.families.protocol import PYTORCH_OPERATOR
+from confpred.errors import ConfpredError, InvalidInput, UnknownDevice, first_line
+from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import shipped_models
@@ -30,8 +38,10 @@ from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device
 from confpred.problem.limits import UNLIMITED, Limits
+from confpred.problem.operation import Operation
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.problem.record import Record
+from confpred.sampler import kept
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,7 +108,7 @@ class Constraints:
 
 
 ANY = Constraints()
-#: From choices to those that run: measured ones instead of guesses.
+#: From choices to those that run: those measured now instead of guesses.
 Measure = Callable[[Sequence[Choice | None], Device, Constraints], Sequence[Choice | None]]
 #: In force during a capture (`confpred.pytorch.run.tuning`).
 measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
@@ -190,11 +200,17 @@ def choose_many(
     return choices
 
 
+def is_open(choice: Choice, constraints: Constraints) -> bool:
+    """Return whether a measurement may change `choice`: a guess, also one that was refused."""
+    return choice.is_guess or (choice.source == "fallback" and constraints.max_regret is not None)
+
+
 def preview(
     problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
     """Return the choice for each of `problems` on `device`, by one call of the predictor, without
-    notifying watchers; None where there is no choice, such as on an unknown device."""
+    notifying watchers; None where there is no choice, such as on an unknown device. Guesses give
+    way to answers that tuning has kept."""
     chosen: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, constraints.limits)) for p in problems}
     try:
@@ -204,6 +220,8 @@ def preview(
             within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=constraints.max_regret)
             chosen.update(zip(group, choices, strict=True))
+            guesses = [choice.problem for choice in choices if is_open(choice, constraints)]
+            chosen |= kept_answers(guesses, device, operation_named(operation), limits)
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
@@ -211,6 +229,89 @@ def preview(
     answers: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
     measure = measuring.get()
     return list(answers if measure is None else measure(answers, device, constraints))
+
+
+def kept_folder(device: Device, operation: Operation) -> Path:
+    """Return the folder of what is measured under this machine's driver and cuDNN."""
+    return kept.folder_of(device.key, operation, driver.describe(0)[1], cudnn_version())
+
+
+def kept_answers(
+    problems: Sequence[Record], device: Device, operation: Operation, limits: Limits
+) -> dict[Record, Choice]:
+    """Return the answers that are kept for `problems`, within `limits`."""
+    if not problems or not kept_shards(device, operation):
+        return {}
+    times = _times(_own_shards(device, operation))
+    choices = {p: kept.answer(p, device, times.get(p, ()), limits) for p in problems}
+    agreed = (_agreed(choice, p, device, limits) for p, choice in choices.items())
+    return {choice.problem: choice for choice in agreed if choice is not None}
+
+
+def kept_shards(device: Device, operation: Operation) -> Sequence[str]:
+    """Return the names of the files that answers are looked up in; of ranks, the files of the first
+    one that asked. All ranks look answers up or none does, so none keeps a graph with others."""
+    names = [shard.name for shard in _own_shards(device, operation)]
+    return _settled(f"{device.key} {operation.name}", names) or ()
+
+
+def _own_shards(device: Device, operation: Operation) -> tuple[Path, ...]:
+    every = kept.shards_of(device.key, operation)
+    if not every:
+        return ()
+    try:
+        here = kept_folder(device, operation)
+    except Exception as error:  # such as a machine without a GPU, where nothing was measured
+        log.debug("kept answers are not used: %s", error)
+        return ()
+    return tuple(shard for shard in every if shard.parent == here)
+
+
+@lru_cache(16)
+def _times(shards: tuple[Path, ...]) -> kept.Times:
+    """Return what was measured into the folder of `shards`, read once until it has others."""
+    if not shards:
+        return {}
+    where = shards[0].parent
+    try:
+        return kept.times_in(where, operation_named(where.name))
+    except Exception as error:  # such as a missing pyarrow: no reason to hold up a network
+        log.warning("answers in %s are not used: %s", where, first_line(error))
+        return {}
+
+
+def ranks() -> int:
+    """Return how many processes the job has; that of torchrun is known before they have met."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    with suppress(ValueError):
+        return int(os.environ.get("WORLD_SIZE", 1))
+    return 1
+
+
+def _settled(question: str, mine: Any) -> Any:
+    """Return what the first rank that asked said, which is `mine` where this one is; None where
+    ranks cannot agree yet."""
+    if ranks() == 1:
+        return mine
+    if not dist.is_initialized():
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        return json.loads(store.compare_set(f"confpred {question}", "", json.dumps(mine)))
+    except RuntimeError as error:  # the store is gone, or has no such operation
+        log.debug("ranks cannot agree: %s", error)
+        return None
+
+
+def _agreed(mine: Choice | None, problem: Record, device: Device, limits: Limits) -> Choice | None:
+    facts = mine and (mine.provider, mine.candidate.config_id, mine.predicted_ms, mine.pytorch_ms)
+    settled = _settled(f"{device.key} {limits} {problem}", facts)
+    if settled is None:
+        return None
+    provider, row, ms, pytorch_ms = settled
+    one = Choice(problem, device.key, "measured", Candidate(provider, row), ms)
+    return replace(one, pytorch_ms=pytorch_ms)
 
 
 def choose(problem: Record, ordinal: int, constraints: Constraints = ANY) -> Choice | None:

@@ -31,8 +31,8 @@ class Options:
         max_regret: take a prediction only where the bound on its regret is at most this.
         limits: every choice keeps within them.
         tune: measure layers whose answers are guesses, for at most so many seconds of a network,
-            and keep the answers (`confpred.pytorch.run.tuning`); 0 measures nothing and follows no
-            such answers. None: 60 on a GPU that no model knows, else 0.
+            and keep the answers (`confpred.pytorch.run.tuning`); 0 measures nothing. Answers that
+            were kept before are used in any case. None: 60 on a GPU that no model knows, else 0.
 
     Raises:
         InvalidInput: a value is not allowed.

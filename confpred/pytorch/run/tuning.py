@@ -1,28 +1,23 @@
 """Tuning: on a GPU that no model knows, the layers of a capture are measured, within a budget.
 
-    a guess (`confpred.predict.choice.Choice.is_guess`)
-      -> the answer that is kept for this device, driver and cuDNN     at once
+    a guess without a kept answer (`confpred.pytorch.run.choosing`)
       -> measured now, the layers that take longest first              while the budget lasts
       -> the guess from a device of this architecture, else PyTorch's operator
 
 The sampler measures, by its protocol and in processes of its own: a fault or a hang costs a
 candidate. PyTorch's operator is timed before and after the candidates of each layer, and every
-candidate's results are compared with a reference and with PyTorch's.
-
-Ranks of ``torch.distributed`` measure nothing, and never differ: the answer of the first rank that
-asks for a layer is the answer of all, and nobody waits for another one.
+candidate's results are compared with a reference and with PyTorch's. Ranks of ``torch.distributed``
+measure nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -31,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
@@ -40,7 +34,7 @@ from confpred.errors import ConfpredError, FolderBusy, first_line
 from confpred.families.protocol import PYTORCH, Candidate, LibraryFamily, within
 from confpred.families.registry import families_of, kernels_of, operation_of
 from confpred.launch.assignment import Assignment
-from confpred.measure.pytorch import cudnn_version, library_call, operands
+from confpred.measure.pytorch import library_call, operands
 from confpred.measure.timing import Outcome
 from confpred.model.rank import rank_by_estimate
 from confpred.predict.choice import MAX_TOP, Choice
@@ -50,7 +44,7 @@ from confpred.problem.limits import Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 from confpred.pytorch.run import choosing
-from confpred.pytorch.run.choosing import Constraints, limits_for
+from confpred.pytorch.run.choosing import Constraints, is_open, limits_for
 from confpred.pytorch.run.loading import load
 from confpred.sampler import kept
 from confpred.sampler.jobs import MeasureJob, measure_job
@@ -92,7 +86,6 @@ class Tuner:
     spent_s: float = 0.0
     note: str = ""
     _tried: set[Record] = field(default_factory=set)
-    _times: dict[Path, kept.Times] = field(default_factory=dict)
     _warned: bool = False
     _is_off: bool = False
 
@@ -107,9 +100,13 @@ class Tuner:
         device: Device,
         constraints: Constraints,
     ) -> Sequence[Choice | None]:
+        for choice in filter(None, choices):
+            if choice.source == "measured" and choice.model is None and not self.note:
+                folder = choosing.kept_folder(device, operation_of(choice.problem))
+                self.note = f"answers are kept in {folder}; {_FURTHER}"
         if not self._budget_on(device):
             return choices
-        guesses = Counter(c for c in choices if c is not None and _is_open(c, constraints))
+        guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))
         groups: dict[tuple[Operation, Limits], list[Record]] = {}
         for guess in sorted(guesses, key=lambda c: -guesses[c] * _expected_ms(c, device)):
             problem = guess.problem
@@ -119,7 +116,7 @@ class Tuner:
         for (operation, limits), problems in groups.items():
             layers = _Layers(ordinal, device, operation, limits)
             try:
-                answers |= self._answers(layers, problems)
+                answers |= self._measured(layers, problems)
             except (ConfpredError, ImportError, OSError, RuntimeError) as error:
                 self._stop(f"measuring failed: {first_line(error)}")
         return [None if c is None else answers.get(c.problem, c) for c in choices]
@@ -132,45 +129,30 @@ class Tuner:
     def _left_s(self, device: Device) -> float:
         return 0.0 if self._is_off else self._budget_on(device) - self.spent_s
 
-    def _answers(self, layers: _Layers, problems: Sequence[Record]) -> dict[Record, Choice]:
-        """Return the answers that are kept, after measuring what can be measured now."""
-        answers = self._kept(layers, problems)
-        if answers and not self.note:
-            self.note = f"answers are kept in {layers.folder}; {_FURTHER}"
-        missing = [p for p in problems if p not in answers and p not in self._tried]
+    def _measured(self, layers: _Layers, problems: Sequence[Record]) -> dict[Record, Choice]:
+        """Return the answers to those of `problems` that can be measured now."""
+        missing = [p for p in problems if p not in self._tried]
         self._tried.update(missing)
         if not missing or self._left_s(layers.device) <= 0:
-            return answers
+            return {}
         if why := layers.why_unmeasured():
             self._stop(why)
-            return answers
+            return {}
         fitting = layers.fitting(missing)
         begun = time.monotonic()
         try:
             self._measure(layers, fitting)
         finally:
             self.spent_s += time.monotonic() - begun
-        answers = self._kept(layers, problems)
-        answered = sum(p in answers for p in missing)
+        answers = choosing.kept_answers(missing, layers.device, layers.operation, layers.limits)
         short = len(missing) - len(fitting)
         self.note = (
-            f"measured {answered} of {len(missing)} layers in {self.spent_s:.0f} s"
+            f"measured {len(answers)} of {len(missing)} layers in {self.spent_s:.0f} s"
             + f", for {short} the GPU lacks memory" * bool(short)
             + f"; {_FURTHER}"
         )
         log.info("tune: %s", self.note)
         return answers
-
-    def _kept(self, layers: _Layers, problems: Sequence[Record]) -> dict[Record, Choice]:
-        folder = layers.folder
-        if folder not in self._times:
-            self._times[folder] = kept.times_in(folder, layers.operation)
-        times = self._times[folder]
-        how = layers.device, layers.limits
-        choices = {p: kept.answer(p, how[0], times.get(p, ()), how[1]) for p in problems}
-        if _ranks() > 1:
-            choices = {p: _agreed(p, *how, choice) for p, choice in choices.items()}
-        return {p: choice for p, choice in choices.items() if choice is not None}
 
     def _measure(self, layers: _Layers, problems: Sequence[Record]) -> None:
         from confpred.sampler.run import Here, Sampling, find_gpus, sample  # imports pyarrow
@@ -203,7 +185,6 @@ class Tuner:
                     break
                 except FolderBusy:  # another process measures the same, perhaps
                     time.sleep(_BUSY_S)
-            self._times.pop(layers.folder, None)
 
     def _show(self, tally: Any) -> None:
         self.note = f"measuring: {tally.rows} of {tally.total_rows} candidates"
@@ -223,11 +204,6 @@ def _over(deadline: float) -> int:
     return 2 * (time.monotonic() > deadline)
 
 
-def _is_open(choice: Choice, constraints: Constraints) -> bool:
-    """Return whether a measurement may change `choice`: a guess, also one that was refused."""
-    return choice.is_guess or (choice.source == "fallback" and constraints.max_regret is not None)
-
-
 def _expected_ms(choice: Choice, device: Device) -> float:
     return choice.predicted_ms or 1e3 * device.roofline_s(choice.problem)
 
@@ -243,8 +219,7 @@ class _Layers:
 
     @property
     def folder(self) -> Path:
-        version = driver.describe(self.ordinal)[1]
-        return kept.folder_of(self.device.key, self.operation, version, cudnn_version())
+        return choosing.kept_folder(self.device, self.operation)
 
     def hints(self) -> kept.Times:
         """Return what was measured under other versions, which may hold no more."""
@@ -254,7 +229,7 @@ class _Layers:
 
     def why_unmeasured(self) -> str:
         """Return why nothing can be measured now, in words; empty where it can."""
-        if _ranks() > 1:
+        if choosing.ranks() > 1:
             return "ranks of torch.distributed use answers that one process has kept before"
         if driver.is_part(self.ordinal):
             return "other processes see all of a GPU that this context has a part of"
@@ -314,34 +289,6 @@ def _tasks(
         around = [pytorch_task(problem, ())] * bool(left)
         tasks += [*around, *left, *around]
     return tasks
-
-
-# Ranks of one job.
-
-
-def _ranks() -> int:
-    """Return how many processes the job has; that of torchrun is known before they have met."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    with suppress(ValueError):
-        return int(os.environ.get("WORLD_SIZE", 1))
-    return 1
-
-
-def _agreed(problem: Record, device: Device, limits: Limits, mine: Choice | None) -> Choice | None:
-    """Return the answer of the first rank that asked, which is `mine` where this one is; None where
-    that had none, or where ranks cannot agree yet."""
-    if not dist.is_initialized():
-        return None
-    facts = mine and (mine.provider, mine.candidate.config_id, mine.predicted_ms, mine.pytorch_ms)
-    store: Any = dist.distributed_c10d._get_default_store()
-    settled = store.compare_set(f"confpred {device.key} {limits} {problem}", "", json.dumps(facts))
-    agreed = json.loads(settled)
-    if agreed is None:
-        return None
-    provider, row, ms, pytorch_ms = agreed
-    one = Choice(problem, device.key, "measured", Candidate(provider, row), ms)
-    return replace(one, pytorch_ms=pytorch_ms)
 
 
 # The job of the worker process.

@@ -54,6 +54,7 @@ def find_best(problem: Problem, ordinal: int, top: int, constraints: Constraints
         return predicted
     within = choosing.current_predictor().within(choosing.limits_for(problem, constraints.limits))
     ranked = within.rank(problem, driver.device_of(ordinal), top + 1)
+    ranked = [predicted, *(c for c in ranked if c.candidate != predicted.candidate)]
     # Predictions of another device's model are good enough to name candidates.
     own = [replace(c, source="predicted") if c.source == "transferred" else c for c in ranked]
     candidates = [c for c in own if choosing.runs_kernel(c)][:top]

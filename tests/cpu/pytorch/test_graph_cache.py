@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import confpred
+from confpred.cuda import driver
 from confpred.predict.predictor import Predictor
+from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch import backend, graph_cache
 from confpred.pytorch.run import choosing
+from confpred.sampler import kept
 
 LAST = torch.channels_last
 pytestmark = [
@@ -176,6 +179,25 @@ def test_the_key_covers_what_choices_depend_on(on_h100: Any, monkeypatch: Any) -
     assert find() is None  # no model of this device
     assert None not in keys
     assert len(keys) == 7
+
+
+def test_answers_that_tuning_keeps_later_make_another_graph(
+    on_h100: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would look answers up only where they compile: they keep no graph then."""
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "describe", lambda _: (H100.product, "580.1"))  # no GPU is here
+    find = lambda: graph_cache.identity_of(backend.Options(), [image()], False)  # noqa: E731
+    before = find()
+    for version in ("570.1", "580.1"):
+        folder = kept.folder_of(H100.key, NORM, version, choosing.cudnn_version())
+        folder.mkdir(parents=True)
+        (folder / "rows-1.parquet").touch()
+        assert (find() == before) == (version == "570.1")
+    assert find() is not None
+    monkeypatch.setattr(choosing, "ranks", lambda: 2)  # there is one process
+    monkeypatch.setattr(choosing, "_settled", lambda _, mine: mine)  # the other one says the same
+    assert find() is None
 
 
 def test_choices_of_others_are_not_kept(on_h100: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The board and its times are made up (`tuning_jobs`); candidates, processes and f
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from confpred.cuda import driver
 from confpred.data.measurements import Run
 from confpred.errors import InvalidInput
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import operation_of
+from confpred.families.registry import family_named, operation_of
 from confpred.measure.timing import Outcome
 from confpred.predict.choice import Choice
 from confpred.predict.plan import read_plan
@@ -42,10 +43,10 @@ from confpred.problem import device as devices
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import backend
+from confpred.pytorch import backend, eager, plan
 from confpred.pytorch.backend import Options
-from confpred.pytorch.run import choosing, loading, tuning
-from confpred.pytorch.run.choosing import Constraints
+from confpred.pytorch.run import choosing, loading, tuning, verify
+from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.tuning import Tuner
 from confpred.sampler import kept, run
 from confpred.sampler.jobs import MeasureJob
@@ -53,23 +54,23 @@ from confpred.sampler.tasks import task_of
 
 LAYER = Problem(2, 64, 14, 14, 64, 3, 3, groups=64, padding=1)
 LARGER = replace(LAYER, n=8, h=28, w=28)
+FAMILY = "depthwise_fprop"
 DRIVER = "580.1"
 _PROCESSES = pytest.mark.slow(reason="processes start again and again")
+_CHOOSE_AND_LOAD = loading.choose_and_load
 
 
 class Board:
     """A GPU that is in no table; what tests change of it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.record = folder / "measured"
-        self.device: Device = replace(
-            get_device("h100"), key="test-board", product="NVIDIA Test Board"
-        )
-        self.patch = patch
+        self.record, self.patch = folder / "measured", patch
+        named = {"key": "test-board", "product": "NVIDIA Test Board"}
+        self.device: Device = replace(get_device("h100"), **named)
         patch.setenv("MEASURED", str(self.record))
         patch.setenv("CONFPRED_CACHE_DIR", str(folder / "cache"))
         devices.remember("0", asdict(self.device))
-        self.facts(DRIVER)
+        self.facts()
         patch.setattr(tuning, "JOB", tuning_jobs.JOB)  # there is nothing to time
         patch.setattr(os, "sched_getaffinity", lambda _: ())  # nothing is compiled
 
@@ -82,30 +83,30 @@ class Board:
         part: bool = False,
     ) -> None:
         name = self.device.product
+
+        def find_gpus(gpus: str) -> dict[int, Run]:
+            own = secrets.token_hex(4)
+            return {int(gpus): Run(own, self.device.key, name, version, "13.0", "test")}
+
         # No GPU is here: the driver says what a GPU would.
         self.patch.setattr(driver, "device_of", lambda _: self.device)
         self.patch.setattr(driver, "describe", lambda _: (name, version))  # its driver
         self.patch.setattr(driver, "is_exclusive", lambda _: exclusive)  # its mode
         self.patch.setattr(driver, "is_part", lambda _: part)  # its context
         self.patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))  # its memory
-
-        def find_gpus(gpus: str) -> dict[int, Run]:
-            own = secrets.token_hex(4)
-            return {int(gpus): Run(own, self.device.key, name, version, "13.0", "test")}
-
         self.patch.setattr(run, "find_gpus", find_gpus)  # there is none to find
 
-    def folder(self, version: str = DRIVER) -> Path:
-        cudnn = tuning.cudnn_version()
-        return kept.folder_of(self.device.key, CONVOLUTION, version, cudnn)
+    def folder(self) -> Path:
+        return choosing.kept_folder(self.device, CONVOLUTION)
 
-    def ask(
-        self, tuner: Tuner, *problems: Problem, constraints: Constraints = choosing.ANY
-    ) -> list[Choice]:
+    def layers(self) -> Any:
+        return tuning._Layers(0, self.device, CONVOLUTION, UNLIMITED)
+
+    def ask(self, tuner: Tuner, *problems: Problem) -> list[Choice]:
         """Return what is chosen in a capture."""
         token = choosing.measuring.set(tuner.on(0))
         try:
-            return choosing.choose_many(problems or (LAYER,), self.device, constraints)
+            return choosing.choose_many(problems or (LAYER,), self.device)
         finally:
             choosing.measuring.reset(token)
 
@@ -115,16 +116,43 @@ class Board:
 
 @pytest.fixture
 def board(tmp_path, monkeypatch) -> Iterator[Board]:
-    yield_from = Board(monkeypatch, tmp_path)
+    made = Board(monkeypatch, tmp_path)
     choosing.use_predictor(Predictor({}))
-    yield yield_from
+    yield made
     choosing._predictors.clear()
     choosing.forget()
+
+
+@pytest.fixture
+def captures(board, captured, monkeypatch) -> Any:
+    """Captures whose choices are those for the board."""
+
+    def chooser(ordinal: int, options: Options) -> Callable[[Any], Any]:
+        return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
+
+    monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
+    return captured
 
 
 @pytest.fixture(scope="module")
 def shipped() -> Predictor:
     return Predictor.load()
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    """Return a network whose layer is `LAYER`, and images for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64, bias=False)).eval().half()
+    x = torch.randn(2, 64, 14, 14).half()
+    return model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+
+
+def warnings(caplog: Any) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def legal(family: str, device: Device) -> list[int]:
+    return [int(row) for row in family_named(family).legal(LAYER, device).nonzero()[0]]
 
 
 def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> None:
@@ -136,54 +164,93 @@ def test_a_guess_is_measured_and_kept_for_the_next_process(board, caplog) -> Non
     assert choosing.runs_kernel(choice)
     assert first.note.startswith("measured 1 of 1 layers in ")
     assert "`confpred retrain --kept`" in first.note
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 1
+    (warning,) = warnings(caplog)
     for words in ("NVIDIA Test Board", "at most 60 s", str(board.folder()), "tune=0"):
-        assert words in told[0]
+        assert words in warning
     lines = board.measured()
     assert lines[0].startswith("pytorch")
     assert lines.count(lines[0]) >= 2  # before and after the candidates
-    second = Tuner(60.0)
-    assert board.ask(second) == [choice]
-    assert (board.measured(), second.spent_s) == (lines, 0.0)
-    assert second.note.startswith(
-        f"answers are kept in {board.folder()}; `confpred retrain --kept`"
-    )
+    for tuner in (Tuner(60.0), Tuner(0.0)):
+        assert board.ask(tuner) == [choice]
+        assert (board.measured(), tuner.spent_s) == (lines, 0.0)
+        found = f"answers are kept in {board.folder()}; `confpred retrain --kept`"
+        assert tuner.note.startswith(found)
 
 
 def test_layers_that_take_longest_come_first_and_what_is_alike_is_measured_less(board) -> None:
-    followed = replace(LAYER, activation="relu", bias=True)
-    choices = board.ask(Tuner(60.0), LAYER, LARGER, followed)
+    problems = [LAYER, LARGER, replace(LAYER, activation="relu", bias=True)]
+    choices = board.ask(Tuner(60.0), *problems)
     assert [c.source for c in choices] == ["measured"] * 3
-    tasks = tuning._tasks(
-        tuning._Layers(0, board.device, CONVOLUTION, UNLIMITED),
-        [LAYER, LARGER, followed],
-        4,
-        {},
-        {},
-    )
-    counts = {
-        p: sum(len(t.config_ids) for t in tasks if t.problem == p and t.provider != "pytorch")
-        for p in (LAYER, LARGER, followed)
-    }
-    assert counts == {LAYER: 4, LARGER: 4, followed: 2}
+    tasks = tuning._tasks(board.layers(), problems, 4, {}, {})
+    counts = [
+        sum(len(t.config_ids) for t in tasks if t.problem == p and t.provider != "pytorch")
+        for p in problems
+    ]
+    assert counts == [4, 4, 2]
     first = board.measured()[1]
     (largest, *_) = tuning.candidates(LARGER, board.device, UNLIMITED)
     assert first.startswith(largest.provider)
 
 
 @pytest.mark.parametrize(("tune", "expected"), [(0.0, 0.0), (15.0, 15.0), (None, 60.0)])
-def test_a_budget_is_asked_for_or_depends_on_the_models(board, tune, expected) -> None:
+def test_a_budget_is_asked_for_or_depends_on_the_models(board, shipped, tune, expected) -> None:
     assert Tuner(tune)._budget_on(board.device) == expected
-    choosing.use_predictor(Predictor.load())
+    choosing.use_predictor(shipped)
     assert Tuner(tune)._budget_on(get_device("h100")) == (tune or 0.0)
 
 
-def test_nothing_is_measured_or_followed_without_a_budget(board) -> None:
-    board.ask(Tuner(60.0))
+# Whoever chooses looks kept answers up.
+
+
+def in_capture(board: Board) -> Choice:
+    return board.ask(Tuner(0.0))[0]
+
+
+def in_eager_call(board: Board) -> Choice:
+    (model, x), seen = network(), []
+    with choosing.watch_choices(seen.append):
+        out = confpred.conv2d(x, model[0].weight, padding=1, groups=64)
+    torch.testing.assert_close(out, model(x))
+    return seen[0]
+
+
+def enabled(board: Board) -> Choice:
+    (model, x), seen = network(), []
+    call = Call(((1, 1), (1, 1), (1, 1), 64))
+    with choosing.watch_choices(seen.append):
+        saves = eager._saves(call, x, model[0].weight, None)
+    assert saves == choosing.runs_kernel(seen[0])
+    return seen[0]
+
+
+def explained(board: Board) -> Any:
+    row = confpred.explain(*network(), board.device).rows[0]
+    return SimpleNamespace(source=row.reason, provider=row.provider)
+
+
+def prepared(board: Board) -> Choice:
+    out = board.record.with_name(secrets.token_hex(4))
+    return plan.prepare(*network(), out, device=board.device).choices[0]
+
+
+def verified(board: Board) -> Choice:
+    return verify.find_best(LAYER, 0, 1, choosing.ANY)
+
+
+@pytest.mark.parametrize("way", [in_capture, in_eager_call, enabled, explained, prepared, verified])
+def test_every_choice_without_a_budget_takes_kept_answers(
+    board, launches, monkeypatch, way
+) -> None:
+    (choice,) = board.ask(Tuner(60.0))
     lines = board.measured()
-    (choice,) = board.ask(Tuner(0.0))
-    assert choice.is_guess
+    monkeypatch.setattr(loading, "choose_and_load", _CHOOSE_AND_LOAD)  # the choice is the matter
+    monkeypatch.setattr(plan, "_compile_kernels", lambda _: {})  # nobody launches them
+    monkeypatch.setattr(verify, "_measure", lambda some, *_: some[0])  # there is no GPU to time on
+    answer = way(board)
+    assert (answer.source, answer.provider) == ("measured", choice.provider)
+    board.facts("590.2")  # a hint from now on
+    choosing.forget()
+    assert way(board).source != "measured"
     assert board.measured() == lines
 
 
@@ -191,20 +258,13 @@ def test_nothing_is_measured_or_followed_without_a_budget(board) -> None:
     "hang", "wrong", *(pytest.param(fault, marks=_PROCESSES) for fault in ("crash", "fault"))
 ])  # fmt: skip
 def test_a_candidate_that_fails_costs_itself(board, monkeypatch, fault) -> None:
-    only = "depthwise_fprop"
-    few = [Candidate(only, row) for row in _legal(only, board.device)[:3]]
+    few = [Candidate(FAMILY, row) for row in legal(FAMILY, board.device)[:3]]
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULTY", str(few[0].config_id))
     monkeypatch.setattr(tuning, "_SILENCE_S", 4.0)  # so that nobody waits long
     monkeypatch.setattr(tuning, "candidates", lambda *_: few)  # those with planted faults
     (choice,) = board.ask(Tuner(40.0))
     assert (choice.candidate, choice.source) == (few[1], "measured")
-
-
-def _legal(family: str, device: Device) -> list[int]:
-    from confpred.families.registry import family_named
-
-    return [int(row) for row in family_named(family).legal(LAYER, device).nonzero()[0]]
 
 
 def test_a_budget_ends_what_hangs(board, monkeypatch) -> None:
@@ -236,8 +296,7 @@ def test_another_driver_makes_answers_a_hint(board) -> None:
     (choice,) = board.ask(Tuner(60.0))
     lines = len(board.measured())
     board.facts("590.2")
-    layers = tuning._Layers(0, board.device, CONVOLUTION, UNLIMITED)
-    assert choice.candidate in [timed.candidate for timed in layers.hints()[LAYER]]
+    assert choice.candidate in [timed.candidate for timed in board.layers().hints()[LAYER]]
     own = tuning.candidates(LAYER, board.device, UNLIMITED)
     assert tuning.candidates(LAYER, board.device, UNLIMITED, own[5:6])[0] == own[5]
     (again,) = board.ask(Tuner(60.0))
@@ -245,14 +304,41 @@ def test_another_driver_makes_answers_a_hint(board) -> None:
     assert len(board.measured()) > lines
 
 
-def test_a_damaged_file_is_ignored_with_a_warning(board, caplog) -> None:
+@pytest.mark.parametrize("text", ["half", b"", b"PAR1 and nothing more", b"no rows\n" * 99])
+@pytest.mark.parametrize("written", [True, False])
+def test_a_damaged_file_costs_a_line_of_the_log(board, caplog, monkeypatch, text, written) -> None:
+    (choice,) = board.ask(Tuner(60.0), LAYER, LARGER)[:1]
+    (shard, *_) = board.folder().glob("rows-*.parquet")
+    other = shard.with_name("rows-other.parquet")
+    other.write_bytes(shard.read_bytes()[:100] if text == "half" else text)
+    if not written:
+        # Which fails, as on another user's file.
+        monkeypatch.setattr(Path, "rename", lambda shard, _: shard.rmdir())
+    caplog.clear()
+    for _ in range(3):
+        assert board.ask(Tuner(0.0)) == [choice]
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"ignoring measurements: {other} is not a whole file")
+
+
+def test_what_a_damaged_file_held_is_measured_again(board) -> None:
     board.ask(Tuner(60.0))
     for shard in board.folder().glob("rows-*.parquet"):
         shard.write_bytes(shard.read_bytes()[:100])
-    (choice,) = board.ask(Tuner(60.0))
-    assert choice.source == "measured"  # anew
-    assert any("ignoring measurements: " in r.getMessage() for r in caplog.records)
-    assert any("is not a whole file" in r.getMessage() for r in caplog.records)
+    choosing._times.cache_clear()  # as in another process
+    assert board.ask(Tuner(0.0))[0].is_guess
+    assert board.ask(Tuner(60.0))[0].source == "measured"
+
+
+def test_answers_that_cannot_be_read_cost_a_line_of_the_log(board, caplog, monkeypatch) -> None:
+    board.ask(Tuner(60.0))
+    choosing._times.cache_clear()  # as in another process
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, "confpred.data.parquet", None)  # as without pyarrow
+    for _ in range(3):
+        assert board.ask(Tuner(0.0))[0].is_guess
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"answers in {board.folder()} are not used: ")
 
 
 def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypatch) -> None:
@@ -319,9 +405,8 @@ def test_a_gpu_that_other_processes_cannot_measure_is_left_alone(
     tuner = Tuner(60.0)
     for _ in range(2):
         assert board.ask(tuner)[0].is_guess
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert reason in told[0]
+    (warning,) = warnings(caplog)
+    assert reason in warning
     assert tuner.note == reason
 
 
@@ -372,53 +457,69 @@ def test_a_kept_answer_goes_before_a_transferred_one(board, shipped) -> None:
 
 # Ranks.
 
+#: Which ranks have files, and which an answer in them.
+_CASES = (((0, 1), (0, 1)), ((0, 1), (0,)), ((0, 1), (1,)), ((0,), (0,)), ((1,), (1,)), ((), ()))
 _RANK = """
 import json, sys
-from pathlib import Path
+from dataclasses import replace
 import torch.distributed as dist
+from confpred.cuda import driver
 from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
-from confpred.problem.conv2d import Problem
+from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED
-from confpred.pytorch.run import tuning
+from confpred.pytorch.run import choosing, tuning
+from confpred.sampler import kept
 
 rank, first, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 problem = Problem(2, 64, 14, 14, 64, 3, 3, groups=4, padding=1)
-mine = Choice(problem, "h100", "measured", Candidate("grouped_fprop", 3), 0.5, pytorch_ms=1.0)
-assert tuning._agreed(problem, get_device("h100"), UNLIMITED, mine) is None  # ranks have not met
+own = Choice(problem, "a", "measured", Candidate("grouped_fprop", rank), 0.5, pytorch_ms=1.0)
+driver.describe = lambda _: ("NVIDIA H100", "580.1")
+kept.times_in = lambda *_: {}
+
+def ask(key, files, answers):
+    device = replace(get_device("h100"), key=key)
+    shard = choosing.kept_folder(device, CONVOLUTION) / "rows"
+    kept.shards_of = lambda *_: [shard] * (rank in files)
+    kept.answer = lambda *_: own if rank in answers else None
+    choices = choosing.kept_answers([problem], device, CONVOLUTION, UNLIMITED).values()
+    answers = [[c.config_id, c.source, c.pytorch_ms] for c in choices]
+    print(json.dumps([answers, list(choosing.kept_shards(device, CONVOLUTION))]))
+
+ask("early", (0, 1), (0, 1))  # ranks have not met
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-assert tuning._ranks() == 2
-for number, has in enumerate(((0, 1), (0,), (1,))):  # which ranks have an answer, of their own
-    asked = Problem(2 + number, 64, 14, 14, 64, 3, 3, groups=4, padding=1)
-    own = Choice(asked, "h100", "measured", Candidate("grouped_fprop", rank), 0.5, pytorch_ms=1.0)
+for number, case in enumerate(json.loads(sys.argv[4])):
     for turn in (first, 1 - first):
         if turn == rank:
-            found = tuning._agreed(
-                asked, get_device("h100"), UNLIMITED, own if rank in has else None
-            )
-            print(json.dumps(found and [found.config_id, found.source, found.pytorch_ms]))
+            ask(f"gpu-{number}", *case)
         dist.barrier()
-layers = tuning._Layers(0, get_device("h100"), None, UNLIMITED)
-print(layers.why_unmeasured())
+print(tuning._Layers(0, get_device("h100"), None, UNLIMITED).why_unmeasured())
 """
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=_PROCESSES)])
-def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, first) -> None:
+def test_ranks_take_the_answers_of_the_first_that_asks(tmp_path, monkeypatch, first) -> None:
     """And none waits for another one; those that differ may have other folders."""
-    command = [sys.executable, "-c", _RANK]
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun says
+    command, more = [sys.executable, "-c", _RANK], [str(first), str(tmp_path), json.dumps(_CASES)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(first), str(tmp_path)], stdout=-1, text=True)
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank), *more], stdout=-1, text=True) for rank in range(2)
     ]
-    one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    try:
+        one, other = (rank.communicate(timeout=120)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert one == other
     assert [rank.returncode for rank in ranks] == [0, 0]
-    both = f'[{first}, "measured", 1.0]'
-    alone = [f'[{r}, "measured", 1.0]' if r == first else "null" for r in range(2)]
-    reason = "ranks of torch.distributed use answers that one process has kept before"
-    assert one.splitlines() == [both, *alone, reason]
+    agreed = [
+        [[[first, "measured", 1.0]] * (first in answers), ["rows"] * (first in files)]
+        for files, answers in _CASES
+    ]
+    *asked, reason = one.splitlines()
+    assert [json.loads(line) for line in asked] == [[[], []], *agreed]
+    assert reason == "ranks of torch.distributed use answers that one process has kept before"
 
 
 def test_ranks_that_have_not_met_measure_and_follow_nothing(board, monkeypatch) -> None:
@@ -442,48 +543,34 @@ def test_options_are_checked() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=_PROCESSES)])
-def test_the_first_capture_measures_and_status_says_so(
-    board, captured, launches, monkeypatch, compiled
-) -> None:
-    def chooser(ordinal: int, options: Options) -> Callable[[Sequence[Any]], Any]:
-        return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
-
-    monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.ReLU()).eval().half()
-    model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(2, 64, 14, 14).half().to(memory_format=torch.channels_last)
+def test_the_first_capture_measures_and_status_says_so(board, captures, launches, compiled) -> None:
+    model, x = network()
     with torch.no_grad():
-        expected = model(x)
-        told = {"inductor": False, "tune": 30}
+        expected, options = model(x), {"inductor": False, "tune": 30}
         if compiled:
-            run_it = torch.compile(model, backend="confpred", options=told)
+            call = torch.compile(model, backend="confpred", options=options)
         else:
-            run_it = confpred.optimize(model, **told)
-        torch.testing.assert_close(run_it(x), expected)
+            call = confpred.optimize(model, **options)
+        torch.testing.assert_close(call(x), expected)
         status = confpred.status(model)
         assert any(text.startswith("tune: measured ") for text in status.remarks)
         assert "pytorch" not in status.providers
         assert launches
         lines = board.measured()
-        torch._dynamo.reset()
-        confpred.optimize(confpred.revert(model), inductor=False)
-        model(x)
-    assert board.measured() == lines  # the next capture finds them
+        for more in ({}, {"tune": 0}):  # the next capture finds them
+            torch._dynamo.reset()
+            confpred.optimize(confpred.revert(model), inductor=False, **more)
+            model(x)
+            again = confpred.status(model)
+            assert again.providers == status.providers
+            assert any(text.startswith("tune: answers are kept in ") for text in again.remarks)
+    assert board.measured() == lines
 
 
-def test_status_says_how_many_choices_are_transferred(
-    board, shipped, captured, monkeypatch
-) -> None:
-    def chooser(ordinal: int, options: Options) -> Callable[[Sequence[Any]], Any]:
-        return lambda problems: choosing.choose_many(problems, board.device, options.constraints)
-
-    monkeypatch.setattr(backend, "chooser", chooser)  # the driver is asked for nothing else
+def test_status_says_how_many_choices_are_transferred(captures, shipped, monkeypatch) -> None:
     monkeypatch.setattr(loading, "was_refused", lambda *_: False)  # kernels need a GPU
     choosing.use_predictor(shipped)
-    model = nn.Conv2d(64, 64, 3, padding=1, groups=64).eval().half()
-    model = model.to(memory_format=torch.channels_last)
-    x = torch.randn(2, 64, 14, 14).half().to(memory_format=torch.channels_last)
+    model, x = network()
     with torch.no_grad():
         confpred.optimize(model, inductor=False, tune=0)(x)
     remark = "1 choice transferred from h100: not measured on this device"
@@ -507,8 +594,7 @@ def test_a_network_that_verify_times_is_not_tuned(board, captured, monkeypatch) 
 
 def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
     """Configs are right, compute something else, cannot be launched, or give NaN."""
-    family = "depthwise_fprop"
-    rows = _legal(family, get_device("h100"))[:4]
+    rows = legal(FAMILY, get_device("h100"))[:4]
     names = {o.name: o.shape for o in operation_of(LAYER).operands(LAYER) if not o.terms}
     tensors = {name: torch.randn(shape).half() for name, shape in names.items()}
     right = CONVOLUTION.pytorch(LAYER, tensors)
@@ -529,9 +615,7 @@ def test_results_are_compared_with_pytorchs(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: nullcontext())  # there is none
     # PyTorch's operator, on the CPU.
     monkeypatch.setattr(tuning, "library_call", lambda *_: lambda t: CONVOLUTION.pytorch(LAYER, t))
-    from confpred.families.registry import family_named
-
-    task = task_of(LAYER, (), family_named(family), rows)
+    task = task_of(LAYER, (), family_named(FAMILY), rows)
     reported: list[int] = []
     found = tuning.compared_job(MeasureJob(task, 0, 0), reported.append)
     statuses = [outcome.status for outcome in found]
