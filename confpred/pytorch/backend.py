@@ -171,9 +171,12 @@ class Compiler:
             if is_kept:
                 return
             capture.passes = other.capture.passes
-            for choice in (site.choice for site in self.sites if site.is_lowered):
-                if choice is not None:
-                    choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
+            for site in (*self.sites, *self.norms):
+                if site.choice is not None and site.is_lowered:
+                    # A plan that was recorded must not find a kernel in the other layout, either.
+                    for problem in site.by_layout.values() or (site.choice.problem,):
+                        choice = replace(site.choice, problem=problem, candidate=PYTORCH_OPERATOR)
+                        choosing.announce(choice)
 
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         inputs = metadata.input_info

@@ -219,7 +219,9 @@ def test_plans_of_any_rank_are_cudnns_too(monkeypatch) -> None:
 
     monkeypatch.setattr(choosing, "choose_many", choose)  # no shipped model has these plans
     monkeypatch.setattr(registry, "find_spec", lambda name: None)  # it may be installed here
-    explanation = confpred.explain(nn.Conv3d(8, 8, 3).half().eval(), torch.rand(1, 8, 9, 9, 9).half())
+    explanation = confpred.explain(
+        nn.Conv3d(8, 8, 3).half().eval(), torch.rand(1, 8, 9, 9, 9).half()
+    )
     assert isinstance(explanation.rows[0].problem, ConvNd)
     assert any("1.000 ms of the gain are of cuDNN's plans" in text for text in explanation.remarks)
 
