@@ -93,9 +93,7 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
             if lies_channels_last(val) or layout_of(x) != "channels_last":
                 continue
             if source not in made:
-                with val.fake_mode:
-                    like = dense(torch.empty_like(val))
-                made[source] = _add_copy_like(source, val, like, node)
+                made[source] = _add_dense_copy(source, val, "channels_last", node)
             node.replace_input_with(source, made[source])
 
 
@@ -141,9 +139,7 @@ def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Nod
         if layout_of(val) == layout:
             continue
         if (source, layout) not in made:
-            with val.fake_mode:
-                like = dense(torch.empty_like(val), layout)
-            made[source, layout] = _add_copy_like(source, val, like, node)
+            made[source, layout] = _add_dense_copy(source, val, layout, node)
         copy = made[source, layout]
         node.replace_input_with(source, copy)
         vals[copy] = val_of(copy)
@@ -167,7 +163,7 @@ def _is_channels_first(node: fx.Node) -> bool:
     if node.target is not aten.convolution.default or node.args[6]:
         return False
     val = val_of(node.args[0])
-    return _is_image(val) and val.dtype in HALF and not _is_last(val)
+    return _is_image(val) and val.dtype in HALF and not lies_channels_last(val)
 
 
 def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
@@ -197,11 +193,11 @@ def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: A
     with mode:
         if _is_channels_first(node):
             for place in (0, 1):
-                if not _is_last(arguments[place]):
+                if not lies_channels_last(arguments[place]):
                     arguments[place] = arguments[place].clone(memory_format=CHANNELS_LAST)
                     copies.append((node.args[place], CHANNELS_LAST, node))
         val = run(*arguments, **named)
-        if run is aten.convolution_backward.default and _is_last(arguments[1]):
+        if run is aten.convolution_backward.default and lies_channels_last(arguments[1]):
             # Both gradients are channels last, too, which fake ones do not say.
             val = tuple(
                 g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
@@ -211,10 +207,6 @@ def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: A
 
 def _is_image(val: Any) -> bool:
     return isinstance(val, Tensor) and val.dim() == 4
-
-
-def _is_last(val: Any) -> bool:
-    return _is_image(val) and val.is_contiguous(memory_format=CHANNELS_LAST)
 
 
 def _layout_of(val: Tensor) -> torch.memory_format:
@@ -239,6 +231,13 @@ def _mode_of(graph: fx.Graph) -> Any:
 def _last_of_inputs(node: fx.Node) -> fx.Node:
     """Return `node`, or the last input of its graph where it is one."""
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
+def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> fx.Node:
+    """Return a new node behind `source`, for `reader`: a copy of `val`, dense in `layout`."""
+    with val.fake_mode:
+        like = dense(torch.empty_like(val), layout)
+    return _add_copy_like(source, val, like, reader)
 
 
 def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:

@@ -8,6 +8,7 @@ needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from confpred.problem.conv import LAYOUTS
 from confpred.problem.device import get_device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
-from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.rewrite.sites import Site, sizes_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import layout_of
 
@@ -100,12 +101,9 @@ class Layouts:
         for site in match.sites:
             options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
             choice = options[0]
-            if choice is None:
-                return None
             times = [c.pytorch_ms for c in options if c is not None and c.pytorch_ms is not None]
-            pytorch_ms = times[0] if times else None
-            ms = choice.predicted_ms if _runs_kernel(choice) else pytorch_ms
-            if ms is None:
+            ms = choice.predicted_ms if choice and _runs_kernel(choice) else next(iter(times), None)
+            if choice is None or ms is None:
                 return None
             total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s
         copied = [node for node in match.reads if not self._is_there(node, layout)]
@@ -114,9 +112,7 @@ class Layouts:
             if layout_of(val_of(node)) != layout and not self._is_free(node)
         ]  # fmt: skip
         for val in map(val_of, copied):
-            elements = 1
-            for size in val.shape:
-                elements *= size if isinstance(size, int) else size.node.hint or 1
+            elements = prod(size or 1 for size in sizes_of(val))
             total += LAUNCH_MS + 2e3 * elements * val.element_size() / bandwidth
         return total
 
