@@ -34,6 +34,7 @@ from confpred.pytorch.rewrite.sites import (
     Site,
     arguments_of,
     convolution_s,
+    directions_of,
     is_convolution,
     name_of,
     node_s,
@@ -311,15 +312,14 @@ class Recorder(Compiler):
                 self._note(node)
         return lambda problems: choosing.choose_many(problems, self._device)
 
+    def device_of(self, graph: fx.Graph) -> Device | None:
+        return self._device
+
     def _note(self, node: fx.Node) -> None:
         """Record the sizes of a convolution, and how long it takes by an estimate."""
-        directions = ["fprop"]
-        if node.target is BACKWARD:
-            wanted: Any = node.args[10]
-            directions = [d for d, w in zip(("dgrad", "wgrad"), wanted, strict=False) if w]
         image = val_of(arguments_of(node)[0])
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
-        for direction in directions:
+        for direction in directions_of(node):
             estimates = self._known.setdefault((name_of(node), direction), [])
             estimates.append((sizes, convolution_s(node, self._now)))
 

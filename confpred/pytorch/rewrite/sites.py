@@ -179,6 +179,14 @@ def arguments_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args
 
 
+def directions_of(node: fx.Node) -> list[str]:
+    """Return the directions that a convolution, or its backward, computes."""
+    if node.target is CONVOLUTION:
+        return ["fprop"]
+    mask: Any = node.args[10]
+    return [name for name, wanted in zip(("dgrad", "wgrad"), mask, strict=False) if wanted]
+
+
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
     them is of an open size, or has not a number for each spatial dimension."""
