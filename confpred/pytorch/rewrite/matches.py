@@ -8,7 +8,6 @@ needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from confpred.problem.conv import LAYOUTS
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
-from confpred.pytorch.rewrite.sites import Site, sizes_of
+from confpred.pytorch.rewrite.sites import Site, elements_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import layout_of
 
@@ -141,8 +140,7 @@ class Layouts:
 
 def copy_ms(val: Any, device: Device) -> float:
     """Return the milliseconds that a copy of a fake tensor is expected to take on `device`."""
-    moved = 2.0 * prod(size or 1 for size in sizes_of(val)) * val.dtype.itemsize
-    return LAUNCH_MS + 1e3 * float(moved) / device.dram_bytes_per_s
+    return LAUNCH_MS + 2e3 * elements_of(val) * int(val.dtype.itemsize) / device.dram_bytes_per_s
 
 
 def _runs_kernel(choice: Choice | None) -> bool:

@@ -152,6 +152,17 @@ def test_a_chain_of_volumes_is_copied_once(volumes) -> None:
     assert volumes.of("inference").count(CLONE) == 2
 
 
+@torch.no_grad()
+def test_open_sizes_of_volumes_stay_open(volumes) -> None:
+    volumes.wins = lambda problem: False
+    model = chain(BOUND_VOLUMES["nothing"])
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for size in (6, 8, 9):
+        x = torch.randn(2, 4, 5, size, 7).to(HALF)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+    assert volumes.of("inference").count(CLONE) == 2
+
+
 def explained(*layers: nn.Module, x: Tensor | None = None) -> int:
     """Return how many copies are added to a network of `layers` on an H200."""
     x = torch.empty(2, 64, 16, 56, 56, dtype=HALF) if x is None else x
