@@ -271,6 +271,10 @@ class Compiler:
         ordinal = ordinal_of(graph)
         return None if ordinal is None else choosing.device_of(ordinal)
 
+    def _inductor_device(self, graph: fx.Graph) -> Device | None:
+        """Return the device that Inductor compiles `graph` for; None where it does not."""
+        return self.device_of(graph) if self.inductor else None
+
     def _layout_step(self, graph: fx.Graph) -> Step:
         """Return the step that decides the layout of images and volumes."""
         device, constraints = self.device_of(graph), self.options.constraints
@@ -285,7 +289,7 @@ class Compiler:
         if choose is not None:
             fuse = partial(
                 fusing.fuse, inputs=self._values, folds=self.folds,
-                device=self.device_of(gm.graph) if self.inductor else None,
+                device=self._inductor_device(gm.graph),
             )  # fmt: skip
             steps += [self._layout_step(gm.graph), partial(self._replace, fuse, choose)]
             norms = self._norm_steps(choose, (NORM,))
