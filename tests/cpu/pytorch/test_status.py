@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_had_is_not_said_to_run(captured, monkeypatch) -
     assert told.providers == {"pytorch": 1, "cudnn": 1}
     assert told.left.keys() == {"its kernel cannot be had"}
     assert second.is_lowered
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # it may be installed here
     for provider in ("cudnn", "cudnn_nd"):
         first.choice = replace(first.choice, candidate=Candidate(provider, 1))
         launch = ("launch", loading.Assignment.of(first.choice), *launch[2:])
