@@ -367,7 +367,8 @@ def check(path: Path, device: str | None, model: Path | None) -> None:
     except ConfpredError as error:
         click.echo(f"confpred: {error}", err=True)
         sys.exit(2)
-    predictor = Predictor.load(model, operation=plan.operation.name)
+    others = [operation.name for operation in plan.operations[1:]]
+    predictor = Predictor.load(model, operation=plan.operation.name, further=others)
     today = [predictor.choose(choice.problem, choice.device) for choice in plan.choices]
     pairs = zip(plan.choices, plan_of(today).choices if today else (), strict=True)
     other = sum(planned.candidate != now.candidate for planned, now in pairs)

@@ -10,8 +10,9 @@ A plan is one file, or a folder with compiled kernels beside it (`confpred.cuda.
 
 A plan written by hand needs ``format`` and ``choices``, of each choice the first four fields, and
 of a problem what has not its default. The provider ``pytorch``, with the config ``{}``, is
-PyTorch's operator. ``kernels`` has the digest of the CUDA sources that a family's choices launch,
-several joined by ``+``. Where these have changed, the plan is refused.
+PyTorch's operator. A choice of another operation than the plan's names it, too. ``kernels`` has the
+digest of the CUDA sources that a family's choices launch, several joined by ``+``. Where these have
+changed, the plan is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NETWORK, _PINS, _FIRST_PINS = "confpred-plan/2", "confpred-pins/1", "confpred-p
 _FILE = "plan.json"
 _FIELDS = ("choices", "format", "operation", "confpred", "model", "kernels")
 _TIMES = ("predicted_ms", "pytorch_ms")
-_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", *_TIMES)
+_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", *_TIMES, "operation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Plan:
     """Choices that are taken as they are.
 
     Attributes:
-        operation: operation of all problems.
+        operation: operation of the choices whose lines in a file name none.
         choices: one a problem and device, in the order in which a network first asks.
         kernels: the digest of the sources that a family's choices launch; a family that is not
             named is not compared.
@@ -63,6 +64,13 @@ class Plan:
     kernels: Mapping[str, str] = field(default_factory=dict)
     model: str | None = None
     confpred: str | None = None
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Return the operations of the plan and of its choices."""
+        of_choices = (registry.operation_of(choice.problem) for choice in self.choices)
+        by_name = {operation.name: operation for operation in (self.operation, *of_choices)}
+        return tuple(by_name.values())
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -106,15 +114,12 @@ def plan_of(choices: Iterable[Choice]) -> Plan:
     A guess that is not launched (`Choice.is_launched`) becomes PyTorch's operator, which runs.
 
     Raises:
-        InvalidInput: there is no choice, or they are of several operations.
+        InvalidInput: there is no choice.
     """
     planned = {(choice.problem, choice.device): _as_launched(choice) for choice in choices}
     if not planned:
         raise InvalidInput("choices", [], "at least one choice")
-    operations = {(operation := registry.operation_of(p)).name: operation for p, _ in planned}
-    if len(operations) > 1:
-        raise InvalidInput("operation", " and ".join(operations), "choices of one operation")
-    (operation,) = operations.values()
+    operation = registry.operation_of(next(iter(planned))[0])
     models = " ".join(dict.fromkeys(c.model for c in planned.values() if c.model)) or None
     digests = _digests(planned.values())
     return Plan(operation, tuple(planned.values()), digests, models, __version__)
@@ -149,7 +154,8 @@ def plan_text(plan: Plan) -> str:
         "model": plan.model,
         "kernels": dict(sorted(plan.kernels.items())),
     }
-    lines = ",\n".join(f"  {json.dumps(_line(c), allow_nan=False)}" for c in plan.choices)
+    listed = (_line(choice, plan.operation) for choice in plan.choices)
+    lines = ",\n".join(f"  {json.dumps(line, allow_nan=False)}" for line in listed)
     return f'{json.dumps(head)[:-1]}, "choices": [\n{lines}\n]}}\n'
 
 
@@ -252,6 +258,7 @@ def _check_names(fields: Iterable[str], allowed: tuple[str, ...]) -> None:
 
 def _choice(fields: Mapping[str, Any], operation: Operation, model: str | None) -> Choice:
     _check_names(fields, _OF_A_CHOICE)
+    operation = registry.operation_named(fields.get("operation", operation.name))
     device, problem = get_device(fields["device"]), operation.problem.from_json(fields["problem"])
     candidate = named_candidate(problem, device, fields["provider"], fields["config"])
     source = fields.get("source", "pinned")
@@ -265,14 +272,17 @@ def _choice(fields: Mapping[str, Any], operation: Operation, model: str | None) 
     return Choice(problem, device.key, source, candidate, model=named, **times)
 
 
-def _line(choice: Choice) -> dict[str, Any]:
+def _line(choice: Choice, operation: Operation) -> dict[str, Any]:
     problem, fields = choice.problem, dataclasses.fields(choice.problem)
     default = {field.name: field.default for field in fields}
-    asked = {k: v for k, v in problem.to_json().items() if getattr(problem, k) != default[k]}
+    default.pop("rank", None)  # a missing one follows from the sizes that are named
+    asked = {k: v for k, v in problem.to_json().items() if getattr(problem, k) != default.get(k)}
     config = dict(registry.config_of(choice.candidate))
     named = (choice.device, asked, choice.provider, config, choice.source)
     times = (choice.predicted_ms, choice.pytorch_ms)
-    return dict(zip(_OF_A_CHOICE, (*named, *times), strict=True))
+    line = dict(zip(_OF_A_CHOICE, (*named, *times), strict=False))
+    own = registry.operation_of(problem).name
+    return line if own == operation.name else line | {"operation": own}
 
 
 def _as_launched(choice: Choice) -> Choice:

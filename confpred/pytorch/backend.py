@@ -171,9 +171,12 @@ class Compiler:
             if is_kept:
                 return
             capture.passes = other.capture.passes
-            for choice in (site.choice for site in self.sites if site.is_lowered):
-                if choice is not None:
-                    choosing.announce(replace(choice, candidate=PYTORCH_OPERATOR))
+            for site in (*self.sites, *self.norms):
+                if site.choice is not None and site.is_lowered:
+                    # A plan that was recorded must not find a kernel in the other layout, either.
+                    for problem in site.by_layout.values() or (site.choice.problem,):
+                        choice = replace(site.choice, problem=problem, candidate=PYTORCH_OPERATOR)
+                        choosing.announce(choice)
 
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         inputs = metadata.input_info
@@ -263,10 +266,19 @@ class Compiler:
             choosing.measuring.set(self.capture.tuner.on(ordinal))
         return chooser(ordinal, self.options)
 
+    def device_of(self, graph: fx.Graph) -> Device | None:
+        """Return the device that `graph` runs on; None without a description."""
+        ordinal = ordinal_of(graph)
+        return None if ordinal is None else choosing.device_of(ordinal)
+
     def _inductor_device(self, graph: fx.Graph) -> Device | None:
         """Return the device that Inductor compiles `graph` for; None where it does not."""
-        ordinal = ordinal_of(graph)
-        return choosing.device_of(ordinal) if self.inductor and ordinal is not None else None
+        return self.device_of(graph) if self.inductor else None
+
+    def _layout_step(self, graph: fx.Graph) -> Step:
+        """Return the step that decides the layout of images and volumes."""
+        device, constraints = self.device_of(graph), self.options.constraints
+        return partial(layouts.to_channels_last, device=device, constraints=constraints)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
@@ -279,7 +291,7 @@ class Compiler:
                 fusing.fuse, inputs=self._values, folds=self.folds,
                 device=self._inductor_device(gm.graph),
             )  # fmt: skip
-            steps += [layouts.to_channels_last, partial(self._replace, fuse, choose)]
+            steps += [self._layout_step(gm.graph), partial(self._replace, fuse, choose)]
             norms = self._norm_steps(choose, (NORM,))
             steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
         if self.inductor:
@@ -305,7 +317,7 @@ class Compiler:
         if choose is not None:
             convolutions = partial(training.lower_convolutions, compiled=self.inductor)
             serve = partial(self._replace, convolutions, choose)
-            steps += [layouts.to_channels_last, serve, layouts.keep_strides]
+            steps += [self._layout_step(joint.graph), serve, layouts.keep_strides]
             steps += self._norm_steps(choose, (BATCH_NORM, NORM))
         if self.inductor:
             joint, steps = self._decompose(joint, inputs, steps), []

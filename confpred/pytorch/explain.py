@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
 from confpred.errors import ConfpredError, InvalidInput, install_command
 from confpred.families.protocol import PYTORCH
+from confpred.families.registry import lacks_library
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
@@ -34,6 +34,7 @@ from confpred.pytorch.rewrite.sites import (
     Site,
     arguments_of,
     convolution_s,
+    directions_of,
     is_convolution,
     name_of,
     node_s,
@@ -277,8 +278,8 @@ def _remarks(step: NetworkStep, rows: Sequence[Row], device: Device) -> Iterator
         names = ", ".join(f"{count} {name}" for name, count in step.added.items())
         slower = "As it is, it gets slower. " if step.gain < 0.995 else ""
         yield f"{slower}Rewriting adds {names or 'nothing'}: {_ADDED}."
-    plans = [row for row in rows if row.provider == "cudnn"]
-    if plans and find_spec("cudnn") is None:
+    plans = [row for row in rows if lacks_library(row.provider)]
+    if plans:
         saved = sum(len(r.layers) * ((r.pytorch_ms or 0) - (r.expected_ms or 0)) for r in plans)
         yield (
             f"{saved:.3f} ms of the gain are of cuDNN's plans, which need its front end:"
@@ -311,15 +312,14 @@ class Recorder(Compiler):
                 self._note(node)
         return lambda problems: choosing.choose_many(problems, self._device)
 
+    def device_of(self, graph: fx.Graph) -> Device | None:
+        return self._device
+
     def _note(self, node: fx.Node) -> None:
         """Record the sizes of a convolution, and how long it takes by an estimate."""
-        directions = ["fprop"]
-        if node.target is BACKWARD:
-            wanted: Any = node.args[10]
-            directions = [d for d, w in zip(("dgrad", "wgrad"), wanted, strict=False) if w]
         image = val_of(arguments_of(node)[0])
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
-        for direction in directions:
+        for direction in directions_of(node):
             estimates = self._known.setdefault((name_of(node), direction), [])
             estimates.append((sizes, convolution_s(node, self._now)))
 

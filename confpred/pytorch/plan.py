@@ -16,10 +16,10 @@ from confpred.cuda.epilogue import epilogue_kernel
 from confpred.errors import InvalidInput
 from confpred.predict.choice import Choice
 from confpred.predict.plan import Plan, plan_of, write_plan
-from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.explain import capture
+from confpred.pytorch.rewrite.sites import is_convolution
 from confpred.pytorch.run import choosing, fold
 from confpred.pytorch.run.pointwise import scale_shift_kernel
 
@@ -44,7 +44,7 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
 
     Raises:
         InvalidInput: another recording to the same file is under way; or, when the block ends, no
-            convolution was seen on a CUDA device.
+            layer was seen on a CUDA device.
         CompileError, MissingExtra: see `confpred.cuda.compiler.compiled_files`.
         StorageError: see `confpred.predict.plan.write_plan`.
     """
@@ -52,10 +52,10 @@ def record_plan(path: str | Path, *, kernels: bool = False) -> Iterator[None]:
     seen: list[Choice] = []  # a list takes what several threads append
     with choosing.watch_choices(seen.append, target):
         yield
-        if not any(isinstance(choice.problem, Problem) for choice in seen):
-            allowed = "a block in which a convolution runs on a CUDA device; none was seen"
+        if not seen:
+            allowed = "a block in which a layer runs on a CUDA device; none was seen"
             raise InvalidInput("path", str(path), allowed)
-        plan = plan_of(c for c in seen if isinstance(c.problem, Problem))
+        plan = plan_of(seen)
         write_plan(target, plan, kernels=_compile_kernels(plan) if kernels else None)
 
 
@@ -68,7 +68,7 @@ def prepare(
     training: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Choose for every convolution of `model`, and write a plan with the compiled kernels.
+    """Choose for every convolution and norm of `model`, and write a plan with the compiled kernels.
 
     The model is neither run nor changed, and no GPU is needed where `device` is given. Choices are
     for the shapes of `example_inputs`, as `confpred.optimize` makes them.
@@ -89,8 +89,8 @@ def prepare(
         The plan, which `confpred.use_plan` follows on machines with that GPU.
 
     Raises:
-        InvalidInput: `model` has no convolution that confpred has kernels for, or there is no
-            current CUDA device.
+        InvalidInput: `model` has no layer that confpred has kernels for, or there is no current
+            CUDA device.
         UnknownDevice: no description of the device is known.
         ConfpredError: the forward cannot be captured.
         CompileError, MissingExtra: see `confpred.cuda.compiler.compiled_files`.
@@ -101,11 +101,12 @@ def prepare(
     target = (
         get_device(device) if device is not None else driver.device_of(torch.cuda.current_device())
     )
-    recorder = capture(model, example_inputs, target, training=training, dtype=dtype)
-    problems = [site.problem for site in recorder.sites if isinstance(site.problem, Problem)]
-    if not problems:
+    seen: list[Choice] = []
+    with choosing.watch_choices(seen.append):
+        capture(model, example_inputs, target, training=training, dtype=dtype)
+    if not seen:
         raise InvalidInput("model", type(model).__name__, "a network with convolutions")
-    plan = plan_of(filter(None, choosing.preview(problems, target)))
+    plan = plan_of(seen)
     write_plan(Path(out), plan, kernels=_compile_kernels(plan))
     return plan
 
@@ -115,10 +116,11 @@ def further_kernels(choices: Iterable[Choice]) -> list[KernelSpec]:
     kernels = [fold.KERNEL]
     for choice in choices:
         p = choice.problem
-        if choice.family is None and isinstance(p, Problem) and p.direction == "fprop":
+        if choice.family is None and is_convolution(p) and p.direction == "fprop":
             fields: dict[str, Any] = {"residual": p.residual, "activation": p.activation}
+            has_epilogue = p.residual or p.activation != "none"
             kernels += [scale_shift_kernel(p.k, p.dtype, **fields)] * p.bias
-            kernels += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * p.has_epilogue
+            kernels += [epilogue_kernel(p.k, p.dtype, bias=p.bias, **fields)] * has_epilogue
     return list(dict.fromkeys(kernels))
 
 

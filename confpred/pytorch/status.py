@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
+from confpred.families.registry import lacks_library
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, loading
 from confpred.pytorch.run.tuning import Tuner
@@ -163,7 +163,7 @@ class Capture:
             return "slower in the whole network"
         if not loading.was_refused(site.choice, self.ordinal, self.limits):
             return ""
-        lacks_cudnn = site.choice.provider == "cudnn" and find_spec("cudnn") is None
+        lacks_cudnn = lacks_library(site.choice.provider)
         return "cuDNN's front end is missing" if lacks_cudnn else "its kernel cannot be had"
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 Tensor cores, and confpred's kernels, read channels last. Where convolutions in half precision read
 images with their channels first, the first images are copied into channels last, and all nodes
 behind them follow. Results keep their layout, and so do inputs of nodes that read memory in order.
+Volumes become channels last where that is expected to save more time than the copies take.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.problem.device import Device
+from confpred.pytorch.rewrite import sites
+from confpred.pytorch.rewrite.matches import copy_ms
 from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
 from confpred.pytorch.run.loading import (
-    CHANNELS_LAST,
     LAST_FORMATS,
     dense,
     layout_of,
@@ -52,23 +56,73 @@ def reads_memory_in_order(node: fx.Node) -> bool:
     return not is_known or target is aten.view.dtype or not _ORDERED_TAGS.isdisjoint(target.tags)
 
 
+#: Numbers of dimensions of images, and of images and volumes.
+_IMAGES, _VOLUMES = (4,), (4, 5)
+#: By how much longer PyTorch's operator for a dense volume in half precision takes channels first,
+#: relative to `sites.convolution_s`. The medians of an H200 are 1.3 (forward), 0.6 (gradient of the
+#: input) and 0.25 (of the filter): ``datasets/rank_dense``.
+_SAVED = 0.5
+
+
 class _KeepsLayout(Exception):
     """Why a graph cannot become channels last."""
 
 
-def to_channels_last(graph: fx.Graph) -> None:
+def to_channels_last(
+    graph: fx.Graph, device: Device | None = None, constraints: choosing.Constraints = choosing.ANY
+) -> None:
     """Bring the images of a graph, whose views are reshapes, into channels last in place, all or
-    nothing, if its convolutions want that.
+    nothing, if its convolutions want that; volumes too, if that saves time on `device`.
 
     Results, and what `reads_memory_in_order` gets, keep the strides that they had.
     """
-    if not any(_is_channels_first(node) for node in graph.nodes):
-        return
+    saved_ms = 0.0 if device is None else _saved_ms(graph, device, constraints)
+    if device is None or not saved_ms or not _bring(graph, _VOLUMES, device, saved_ms):
+        _bring(graph, _IMAGES)
+
+
+def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints) -> float:
+    """Return the milliseconds that dense volumes are expected to save channels last; 0 where
+    PyTorch would compute a grouped layer, for which it takes several times as long there."""
+    saved_ms, grouped = 0.0, list[Any]()
+    for node in graph.nodes:
+        if node.target not in _CONVOLUTIONS:
+            continue
+        image, *_, groups = sites.arguments_of(node)[:9]
+        if val_of(image).dim() != 5:
+            continue
+        directions = sites.directions_of(node)
+        if groups != 1:
+            grouped += [sites.site_of(node, direction) for direction in directions]
+        elif val_of(image).dtype in HALF and not _is_last(val_of(image)):
+            saved_ms += 1e3 * _SAVED * len(directions) * sites.convolution_s(node, device)
+    if not saved_ms:
+        return 0.0
+    problems = [site.by_layout.get("channels_last") for site in grouped]
+    if None in problems:
+        return 0.0
+    choices = choosing.preview(problems, device, constraints) if problems else []
+    return saved_ms if all(c and choosing.why_pytorch(c) is None for c in choices) else 0.0
+
+
+def _bring(
+    graph: fx.Graph, dims: tuple[int, ...], device: Device | None = None, saved_ms: float = 0.0
+) -> bool:
+    """Bring tensors of these numbers of dimensions into channels last, all or nothing, and return
+    whether any became so. On a `device`, copies of volumes must take less than `saved_ms`."""
+    if not any(_is_channels_first(node, dims) for node in graph.nodes):
+        return False
     try:
-        vals, copies = _propagate(graph)
+        vals, copies = _propagate(graph, dims)
     except _KeepsLayout as reason:
         log.debug("the graph keeps its layout: %s", reason)
-        return
+        return False
+    if device is not None:
+        sources = dict.fromkeys(source for source, _, _ in copies if vals[source].dim() == 5)
+        copies_ms = sum(copy_ms(vals[source], device) for source in sources)
+        if copies_ms >= saved_ms:
+            log.debug("volumes keep their layout: copies take %.3f ms", copies_ms)
+            return False
     made: dict[tuple[fx.Node, Any], fx.Node] = {}  # copies
     for source, layout, reader in copies:
         copied = made.get((source, layout))
@@ -80,6 +134,7 @@ def to_channels_last(graph: fx.Graph) -> None:
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
+    return True
 
 
 def filters_to_channels_last(graph: fx.Graph) -> None:
@@ -93,9 +148,7 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
             if lies_channels_last(val) or layout_of(x) != "channels_last":
                 continue
             if source not in made:
-                with val.fake_mode:
-                    like = dense(torch.empty_like(val))
-                made[source] = _add_copy_like(source, val, like, node)
+                made[source] = _add_dense_copy(source, val, "channels_last", node)
             node.replace_input_with(source, made[source])
 
 
@@ -141,9 +194,7 @@ def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Nod
         if layout_of(val) == layout:
             continue
         if (source, layout) not in made:
-            with val.fake_mode:
-                like = dense(torch.empty_like(val), layout)
-            made[source, layout] = _add_copy_like(source, val, like, node)
+            made[source, layout] = _add_dense_copy(source, val, layout, node)
         copy = made[source, layout]
         node.replace_input_with(source, copy)
         vals[copy] = val_of(copy)
@@ -162,15 +213,27 @@ def _needs_captured_strides(node: fx.Node) -> bool:
     return in_order or (reads_memory_in_order(node) and not is_confpred)
 
 
-def _is_channels_first(node: fx.Node) -> bool:
-    """Return whether `node` is a convolution of an image in half precision, channels first."""
+def _is_channels_first(node: fx.Node, dims: tuple[int, ...]) -> bool:
+    """Return whether `node` is a convolution in half precision, channels first, of a tensor of one
+    of these numbers of dimensions."""
     if node.target is not aten.convolution.default or node.args[6]:
         return False
     val = val_of(node.args[0])
-    return _is_image(val) and val.dtype in HALF and not _is_last(val)
+    return val.dim() in dims and val.dtype in HALF and not _is_last(val)
 
 
-def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
+def _is_last(val: Any) -> bool:
+    """Return whether an image or volume is channels last; a volume of one channel only if PyTorch
+    takes it for one, as its convolution is large."""
+    if val.dim() != 5:
+        return lies_channels_last(val)
+    like = torch.empty_like(val, memory_format=LAST_FORMATS[5])
+    return bool(val.stride() == like.stride())
+
+
+def _propagate(
+    graph: fx.Graph, dims: tuple[int, ...]
+) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
     """Return the fake tensors of all nodes in the new layout, and the copies that it needs: the
     source, the layout of its copy, and the node that reads it."""
     vals: dict[fx.Node, Any] = {}
@@ -182,11 +245,13 @@ def _propagate(graph: fx.Graph) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node,
             moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
             copies += [(source, _layout_of(val_of(source)), node) for source in moved]
         elif node.op == "call_function":
-            vals[node] = _compute(node, vals, copies, mode)
+            vals[node] = _compute(node, vals, copies, mode, dims)
     return vals, copies
 
 
-def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any) -> Any:
+def _compute(
+    node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any, dims: tuple[int, ...]
+) -> Any:
     """Return the value of a node whose inputs have these values."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.as_strided.default and _has_new_strides(val_of(source), vals[source]):
@@ -195,32 +260,26 @@ def _compute(node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: A
     named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
     run: Any = node.target
     with mode:
-        if _is_channels_first(node):
-            for place in (0, 1):
+        if _is_channels_first(node, dims):
+            # PyTorch lays a volume's filter out as its image, and a fold does so for many at once.
+            for place in (0, 1) if arguments[0].dim() == 4 else (0,):
                 if not _is_last(arguments[place]):
-                    arguments[place] = arguments[place].clone(memory_format=CHANNELS_LAST)
-                    copies.append((node.args[place], CHANNELS_LAST, node))
+                    layout = LAST_FORMATS[arguments[place].dim()]
+                    arguments[place] = arguments[place].clone(memory_format=layout)
+                    copies.append((node.args[place], layout, node))
         val = run(*arguments, **named)
-        if run is aten.convolution_backward.default and _is_last(arguments[1]):
+        if run is aten.convolution_backward.default and lies_channels_last(arguments[1]):
             # Both gradients are channels last, too, which fake ones do not say.
             val = tuple(
-                g.contiguous(memory_format=CHANNELS_LAST) if _is_image(g) else g for g in val
+                g if g is None or g.dim() not in dims else dense(g, "channels_last") for g in val
             )
     return val
 
 
-def _is_image(val: Any) -> bool:
-    return isinstance(val, Tensor) and val.dim() == 4
-
-
-def _is_last(val: Any) -> bool:
-    return _is_image(val) and val.is_contiguous(memory_format=CHANNELS_LAST)
-
-
 def _layout_of(val: Tensor) -> torch.memory_format:
     """Return the memory format of a tensor; raise `_KeepsLayout` where it has none."""
-    for layout in (torch.contiguous_format, CHANNELS_LAST):
-        if val.is_contiguous(memory_format=layout):
+    for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
+        if layout is not None and val.is_contiguous(memory_format=layout):
             return layout
     raise _KeepsLayout("strides that are neither channels last nor first")
 
@@ -239,6 +298,13 @@ def _mode_of(graph: fx.Graph) -> Any:
 def _last_of_inputs(node: fx.Node) -> fx.Node:
     """Return `node`, or the last input of its graph where it is one."""
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
+def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> fx.Node:
+    """Return a new node behind `source`, for `reader`: a copy of `val`, dense in `layout`."""
+    with val.fake_mode:
+        like = dense(torch.empty_like(val), layout)
+    return _add_copy_like(source, val, like, reader)
 
 
 def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:

@@ -15,10 +15,10 @@ from torch import fx
 
 from confpred.predict.choice import Choice
 from confpred.problem.conv import LAYOUTS
-from confpred.problem.device import get_device
+from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
-from confpred.pytorch.rewrite.sites import Site
+from confpred.pytorch.rewrite.sites import Site, elements_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import layout_of
 
@@ -96,35 +96,29 @@ class Layouts:
 
     def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
         """Return the predicted milliseconds of `match` in a layout; None if no model has them."""
-        total, bandwidth = 0.0, 0.0
+        total, key = 0.0, ""  # of the device, the same for all
         for site in match.sites:
             options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
             choice = options[0]
-            if choice is None:
-                return None
             times = [c.pytorch_ms for c in options if c is not None and c.pytorch_ms is not None]
-            pytorch_ms = times[0] if times else None
-            ms = choice.predicted_ms if _runs_kernel(choice) else pytorch_ms
-            if ms is None:
+            ms = choice.predicted_ms if choice and _runs_kernel(choice) else next(iter(times), None)
+            if choice is None or ms is None:
                 return None
-            total, bandwidth = total + ms, get_device(choice.device).dram_bytes_per_s
+            total, key = total + ms, choice.device
         copied = [node for node in match.reads if not self._is_there(node, layout)]
         copied += [
             node for node in match.writes
             if layout_of(val_of(node)) != layout and not self._is_free(node)
         ]  # fmt: skip
-        for val in map(val_of, copied):
-            elements = 1
-            for size in val.shape:
-                elements *= size if isinstance(size, int) else size.node.hint or 1
-            total += LAUNCH_MS + 2e3 * elements * val.element_size() / bandwidth
-        return total
+        return total + sum(copy_ms(val_of(node), get_device(key)) for node in copied)
 
     def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
         """Return whether `node` is expected in a layout: its own, or that of its source."""
         if any((node, name) in self._there for name in LAYOUTS):
             return (node, layout) in self._there
-        if _is_pointwise(node) and depth < _FARTHEST:
+        # A copy into a memory format is in that one, whatever its source is in.
+        keeps = node.kwargs.get("memory_format") in (None, torch.preserve_format)
+        if _is_pointwise(node) and keeps and depth < _FARTHEST:
             like = val_of(node).shape
             sources = [n for n in node.all_input_nodes if _shape(n) == like]
             if sources:
@@ -142,6 +136,11 @@ class Layouts:
                 for user in node.users
             )
         )
+
+
+def copy_ms(val: Any, device: Device) -> float:
+    """Return the milliseconds that a copy of a fake tensor is expected to take on `device`."""
+    return LAUNCH_MS + 2e3 * elements_of(val) * int(val.dtype.itemsize) / device.dram_bytes_per_s
 
 
 def _runs_kernel(choice: Choice | None) -> bool:

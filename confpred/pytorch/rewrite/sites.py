@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -179,6 +180,14 @@ def arguments_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args
 
 
+def directions_of(node: fx.Node) -> list[str]:
+    """Return the directions that a convolution, or its backward, computes."""
+    if node.target is CONVOLUTION:
+        return ["fprop"]
+    mask: Any = node.args[10]
+    return [name for name, wanted in zip(("dgrad", "wgrad"), mask, strict=False) if wanted]
+
+
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
     them is of an open size, or has not a number for each spatial dimension."""
@@ -194,6 +203,11 @@ def sizes_of(image: Tensor) -> list[Any]:
     """Return the sizes of a fake tensor. The hint of an open size stands for it; a size that
     depends on values has None."""
     return [s if isinstance(s, int) else s.node.hint for s in image.shape]
+
+
+def elements_of(val: Tensor) -> int:
+    """Return the elements of a fake tensor, by the hints of its open sizes."""
+    return prod(int(size or 1) for size in sizes_of(val))
 
 
 def is_image(node: Any) -> bool:
@@ -224,8 +238,8 @@ def convolution_s(node: fx.Node, device: Device) -> float:
     out = val_of(node) if node.target is CONVOLUTION else val_of(node.args[0])
     if arguments_of(node)[6]:
         image, out = out, image  # transposed: each pixel of the input meets the filter
-    moved = sum(t.numel() * t.element_size() for t in (image, filters, out))
-    flops = 2.0 * out.numel() * filters.numel() / filters.shape[0]
+    moved = sum(elements_of(t) * t.dtype.itemsize for t in (image, filters, out))
+    flops = 2.0 * elements_of(out) * elements_of(filters) / (sizes_of(filters)[0] or 1)
     # TF32, PyTorch's default for convolutions, has half the rate of half precision.
     return _bound_s(moved, flops * (1 if image.dtype.itemsize == 2 else 2), device)
 

@@ -147,14 +147,15 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
     plan = read_plan(path, device)
     kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
-    name = plan.operation.name
-    former = _predictors.get(name)
-    use_predictor(Predictor.load(plan=plan, operation=name), name)
+    former = {operation.name: _predictors.get(operation.name) for operation in plan.operations}
+    for name in former:
+        use_predictor(Predictor.load(plan=plan, operation=name), name)
 
     def undo() -> None:
-        _predictors.pop(name, None)
-        if former is not None:
-            _predictors[name] = former
+        for name, predictor in former.items():
+            _predictors.pop(name, None)
+            if predictor is not None:
+                _predictors[name] = predictor
         if kernels is not None:
             close_kernels(kernels)
         forget()

@@ -220,8 +220,9 @@ def _ranked_from(assignment: Assignment, ordinal: int, limits: Limits) -> Iterat
     """Yield `assignment` and those ranked after it, up to PyTorch's operator; they are ranked once
     they are needed."""
     yield assignment
-    predictor, device = choosing.current_predictor().within(limits), driver.device_of(ordinal)
-    for other in predictor.rank(assignment.problem, device, MAX_TOP):
+    problem, device = assignment.problem, driver.device_of(ordinal)
+    predictor = choosing.current_predictor(operation_of(problem).name).within(limits)
+    for other in predictor.rank(problem, device, MAX_TOP):
         if other.candidate == PYTORCH_OPERATOR:
             break
         if other.candidate != assignment.candidate:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
 from confpred.data.suites import Entry, Suite
 from confpred.errors import ConfpredError, FolderBusy, first_line
-from confpred.families.protocol import PYTORCH, Candidate, LibraryFamily, within
-from confpred.families.registry import families_of, kernels_of, operation_of
+from confpred.families.protocol import PYTORCH, Candidate, within
+from confpred.families.registry import families_of, kernels_of, lacks_library, operation_of
 from confpred.launch.assignment import Assignment
 from confpred.measure.pytorch import library_call, operands
 from confpred.measure.timing import Outcome
@@ -259,7 +258,7 @@ def candidates(
         family_ = families.get(candidate.provider)
         if family_ is None or not family_.legal(problem, device)[candidate.config_id]:
             continue
-        if isinstance(family_, LibraryFamily) and find_spec("cudnn") is None:
+        if lacks_library(candidate.provider):
             continue
         by_family.setdefault(candidate.provider, []).append(candidate)
     turns = zip_longest(*by_family.values())

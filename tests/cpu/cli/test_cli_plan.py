@@ -10,7 +10,8 @@ import pytest
 from command_line import confpred, named, worked
 
 from confpred.data.suites import read_suite
-from confpred.predict.plan import plan_of, plan_text, read_plan
+from confpred.families.registry import operation_named
+from confpred.predict.plan import plan_of, plan_text, read_plan, write_plan
 from confpred.predict.predictor import Predictor
 
 LAYER = "n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1"
@@ -65,6 +66,20 @@ def test_check_counts_what_todays_model_would_choose_otherwise(exported, model_f
     changed.write_text(json.dumps(content))
     done = worked("plan", "check", changed, "--model", model_folder)
     assert done.stdout.endswith("differ in 1\n")
+
+
+def test_a_plan_of_several_operations_is_shown_and_checked(tmp_path) -> None:
+    further = {"conv2d": LAYER, "conv": f"{LAYER} d=8 t=3", "norm": "n=2 p=784 c=64 groups=8"}
+    choices = [
+        Predictor.load(operation=name).choose(operation_named(name).problem.parse(words), "h200")
+        for name, words in further.items()
+    ]
+    path = tmp_path / "plan.json"
+    write_plan(path, plan_of(choices))
+    assert "n=2 p=784 c=64" in worked("plan", "show", path).stdout
+    assert worked("plan", "check", path).stdout.endswith("differ in 0\n")
+    done = worked("predict", "--plan", path, "--device", "h200", "--layer", further["conv"])
+    assert "pinned" in done.stdout
 
 
 def test_other_kernels_are_shown_and_do_not_pass(exported) -> None:

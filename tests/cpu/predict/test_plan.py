@@ -15,14 +15,16 @@ import confpred
 from confpred.errors import DataError, InvalidInput
 from confpred.families.kernel_text import source_digest
 from confpred.families.protocol import PYTORCH, PYTORCH_OPERATOR, Candidate, config_dict
-from confpred.families.registry import all_families
+from confpred.families.registry import all_families, operation_of
 from confpred.model.folder import NewestModels
 from confpred.predict import plan as plan_module
 from confpred.predict.choice import Choice
 from confpred.predict.plan import plan_of, plan_text, read_plan, write_plan
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.problem.norm_of_groups import Norm
 
 H100 = get_device("h100")
 GROUPED = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1x2")
@@ -110,6 +112,27 @@ def test_a_plan_is_for_several_devices_too_and_not_empty(tmp_path: Path) -> None
     assert predictor.choose(GROUPED, "h200").source == "predicted"
     with pytest.raises(InvalidInput, match=r"device='h100 and h200' is not .*: a100"):
         read_plan(tmp_path / "both.json", "a100")
+
+
+def test_a_plan_of_several_operations(tmp_path: Path) -> None:
+    volume = ConvNd(2, 8, 9, 8, 3, d=4, h=9, t=3, r=3, groups=8)
+    flat = replace(volume, d=1, t=1, layout="channels_first")  # its sizes name no depth
+    norm = Norm(2, 81, 64, 8)
+    further = [Choice(problem, "h100", "fallback") for problem in (flat, volume, norm)]
+    plan = plan_of([*CHOICES, *further])
+    path = tmp_path / "plan.json"
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    assert [operation.name for operation in plan.operations] == ["conv2d", "conv", "norm"]
+    lines = json.loads(path.read_text())["choices"]
+    own = json.loads(plan_text(plan_of(CHOICES)))["choices"]
+    assert lines[: len(own)] == own, "those of the plan's operation are as in a plan of them alone"
+    assert [line.get("operation") for line in lines[len(own) :]] == ["conv", "conv", "norm"]
+    for choice in further:
+        name = operation_of(choice.problem).name
+        assert Predictor.load(plan=path, operation=name).choose(choice.problem, "h100") == replace(
+            choice, source="pinned"
+        )
 
 
 def test_a_predictor_repeats_a_plan_without_a_model(path: Path) -> None:
@@ -258,6 +281,8 @@ def of_choice(**fields: object) -> Change:
         (lambda c: c["choices"].append(7), r"choices\[4\] must be an object of device, problem"),
         (lambda c: c["choices"].append(c["choices"][0]), r"choices\[4\] is of the same problem as"),
         (lambda c: c["choices"][1].pop("provider"), r"choices\[1\] must be an object"),
+        (of_choice(operation="gemm"), r"choices\[0\]\.operation='gemm'"),
+        (of_choice(operation="conv", problem={"n": 1}), r"choices\[0\]\.c is missing"),
         (of_choice(sources=1), r"choices\[0\]\.field='sources' is not .*: source"),
         (of_choice(problem={"n": 1}), r"choices\[0\]\.c is missing"),
         (of_choice(problem=None), r"choices\[0\]\.problem is missing"),

@@ -161,7 +161,7 @@ def test_without_a_gpu_a_recording_has_nothing_to_write(folder: Path) -> None:
     done = run(block.text.replace('device="cuda", ', ""), folder, block.language)
     assert done.returncode != 0
     assert "plan.json" in done.stderr
-    assert "a convolution runs on a CUDA device; none was seen" in done.stderr
+    assert "a layer runs on a CUDA device; none was seen" in done.stderr
     assert not (folder / "plan.json").exists()
 
 

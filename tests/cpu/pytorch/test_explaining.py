@@ -8,8 +8,12 @@ from torch import Tensor, nn
 
 import confpred
 from confpred.errors import ConfpredError
+from confpred.families import registry
+from confpred.families.protocol import Candidate
+from confpred.predict.choice import Choice
+from confpred.problem.conv import ConvNd
 from confpred.pytorch import backend
-from confpred.pytorch import explain as explain_module
+from confpred.pytorch.run import choosing
 
 
 @pytest.mark.passes_fail
@@ -202,10 +206,24 @@ def test_what_cudnn_brings_is_said_where_it_is_missing(monkeypatch) -> None:
     x = image().half().contiguous(memory_format=torch.channels_last)
     for found in (None, "there"):
         # It may be installed here, or not.
-        monkeypatch.setattr(explain_module, "find_spec", lambda name, found=found: found)
+        monkeypatch.setattr(registry, "find_spec", lambda name, found=found: found)
         said = [r for r in confpred.explain(model, x, "h100").remarks if "cuDNN's plans" in r]
         assert len(said) == (found is None)
         assert all("pip install" in each for each in said)
+
+
+def test_plans_of_any_rank_are_cudnns_too(monkeypatch) -> None:
+    def choose(problems, *_):
+        plan = Candidate("cudnn_nd", 3)
+        return [Choice(p, "h100", "predicted", plan, 1.0, pytorch_ms=2.0) for p in problems]
+
+    monkeypatch.setattr(choosing, "choose_many", choose)  # no shipped model has these plans
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # it may be installed here
+    explanation = confpred.explain(
+        nn.Conv3d(8, 8, 3).half().eval(), torch.rand(1, 8, 9, 9, 9).half()
+    )
+    assert isinstance(explanation.rows[0].problem, ConvNd)
+    assert any("1.000 ms of the gain are of cuDNN's plans" in text for text in explanation.remarks)
 
 
 def test_out_of_distribution_is_said() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import BLOCKS, CLONE, CONV, Around, images, made
-from torch import nn
+from network_blocks import BLOCKS, CLONE, CONV, PLAIN, Around, images, made
+from torch import Tensor, nn
 
+import confpred
+from confpred.problem.device import get_device
 from confpred.pytorch.backend import confpred as backend
+from confpred.pytorch.rewrite import matches
+from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import is_channels_last
 
 HALF = torch.bfloat16
@@ -73,3 +79,108 @@ def test_what_depends_on_the_layout_is_right(captured, kind) -> None:
         found.append(call(x))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
     assert found[0].stride() == found[1].stride()
+
+
+# Volumes: channels last where that saves more time than the copies take.
+
+BOUND_VOLUMES = {
+    "nothing": lambda m, x: m.rest(x),
+    "as_strided": lambda m, x: m.rest(x).as_strided((6,), (1,)) * 1,
+    "a view of another dtype": lambda m, x: m.rest((x.view(torch.int16) + 0).view(HALF) + x),
+    "random numbers": lambda m, x: x + torch.rand_like(m.rest(x)),
+    "a flat view": lambda m, x: m.rest(x).flatten(1) * 2,
+    "a permutation": lambda m, x: m.rest(x).permute(0, 2, 3, 4, 1).reshape(2, -1) * 1,
+    "a chunk": lambda m, x: torch.cat(m.rest(x).chunk(2, 1)[::-1], 1),
+    "an instance norm": lambda m, x: m.last(F.instance_norm(m.rest(x))),
+    "a transposed layer": lambda m, x: m.up(m.rest(x)),
+    "a pooling": lambda m, x: F.max_pool3d(m.rest(x), 2),
+    "frames": lambda m, x: m.flat(m.rest(x).transpose(1, 2).flatten(0, 1)),
+    "one channel": lambda m, x: m.rest(m.first(x[:, :1])),
+}  # fmt: skip
+
+
+@pytest.fixture
+def volumes(captured, launches, monkeypatch) -> Any:
+    """Captures for an H200, where any copy of a volume pays."""
+    monkeypatch.setattr(choosing, "device_of", lambda ordinal: get_device("h200"))  # no GPU
+    monkeypatch.setattr(matches, "LAUNCH_MS", 0.0)  # the volumes are small
+    return captured
+
+
+def chain(function: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv3d(4, 4, 3, padding=1) for _ in range(4))
+    rest = nn.Sequential(next(layers), nn.ReLU(), next(layers), nn.ReLU(), next(layers))
+    more = {"last": next(layers), "first": nn.Conv3d(1, 4, 3, padding=1)}
+    more |= {"up": nn.ConvTranspose3d(4, 4, 2, 2), "flat": nn.Conv2d(4, 4, 3)}
+    return made(Around(function, rest=rest, **more)).to(HALF)
+
+
+@pytest.mark.parametrize("wins", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", BOUND_VOLUMES)
+def test_volumes_are_channels_last_inside(volumes, kind, training, wins) -> None:
+    """By PyTorch's operators, and by kernels in both layouts."""
+    volumes.wins = lambda problem: wins
+    model, results = chain(BOUND_VOLUMES[kind]).train(training), []
+    x = torch.randn(2, 4, 4, 6, 6).to(HALF)
+    for call in (torch.compile(model, backend=backend), model):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(training):
+            leaf = x.clone().requires_grad_(training)
+            out = call(leaf)
+            loss = out.square().sum()
+            grads = torch.autograd.grad(loss, leaf) if loss.requires_grad else ()
+        results.append([out.detach(), *grads])
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+    strides = [[t.stride() for t in tensors] for tensors in results]
+    assert strides[0] == strides[1]
+    done = volumes.of("forward" if training else "inference")
+    inputs = [node.args[0].meta["val"] for node in (*done.calls(PLAIN), *done.calls(CONV))]
+    lies = [val.stride(1) == 1 for val in inputs if val.dim() == 5]
+    assert lies
+    # Kernels take one channel for channels first, and later layers follow where that costs nothing.
+    stays = kind == "as_strided" or (kind == "one channel" and wins)
+    assert all(lies) != stays
+
+
+@torch.no_grad()
+def test_a_chain_of_volumes_is_copied_once(volumes) -> None:
+    volumes.wins = lambda problem: False
+    x = torch.randn(2, 4, 4, 6, 6).to(HALF)
+    torch.compile(chain(BOUND_VOLUMES["nothing"]), backend=backend)(x)
+    assert volumes.of("inference").count(CLONE) == 2
+
+
+@torch.no_grad()
+def test_open_sizes_of_volumes_stay_open(volumes) -> None:
+    volumes.wins = lambda problem: False
+    model = chain(BOUND_VOLUMES["nothing"])
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for size in (6, 8, 9):
+        x = torch.randn(2, 4, 5, size, 7).to(HALF)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.05, atol=0.05)
+    assert volumes.of("inference").count(CLONE) == 2
+
+
+def explained(*layers: nn.Module, x: Tensor | None = None) -> int:
+    """Return how many copies are added to a network of `layers` on an H200."""
+    x = torch.empty(2, 64, 16, 56, 56, dtype=HALF) if x is None else x
+    step = confpred.explain(nn.Sequential(*layers).to(HALF).eval(), x, "h200").step
+    return step.added.get("aten.clone", 0)
+
+
+def dense(taps: int = 3, groups: int = 1) -> nn.Conv3d:
+    return nn.Conv3d(64, 64, taps, padding=taps // 2, groups=groups)
+
+
+def test_volumes_keep_their_layout_where_copies_take_longer() -> None:
+    assert explained(dense(), dense()) == 2
+    assert explained(dense(1)) == 0
+    assert explained(dense(), x=torch.empty(1, 64, 4, 6, 6, dtype=HALF)) == 0
+
+
+def test_volumes_keep_their_layout_where_pytorch_computes_a_grouped_layer() -> None:
+    assert explained(dense(), dense(), dense(groups=64)) == 2, "a kernel computes it"
+    assert explained(dense(), dense(), dense(groups=2)) == 0
+    assert explained(dense(), dense(), dense(9, groups=64)) == 0

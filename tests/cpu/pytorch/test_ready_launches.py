@@ -6,21 +6,29 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from confpred.cuda.driver import NoContext
+from confpred.cudnn.family import FAMILY_ND
 from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
 from confpred.launch.assignment import Assignment
 from confpred.launch.runner import Runner, workspaces
+from confpred.predict.choice import Choice
+from confpred.predict.plan import plan_of
+from confpred.predict.predictor import Predictor
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.problem.limits import UNLIMITED
 from confpred.problem.linear_chain import LinearChain
 from confpred.problem.operation import Launch
 from confpred.products import epilogue
 from confpred.pytorch.linear_chain import operands
-from confpred.pytorch.run import loading
+from confpred.pytorch.run import choosing, loading
 
 LAST = torch.channels_last
 FIELDS: dict[str, Any] = {"padding": 1, "groups": 4}
@@ -120,6 +128,18 @@ def test_workspaces_are_new_at_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         both.run(image(), filters(), torch.randn(8).half())
     assert all(list(addresses)[-2:] == ["zeroed", "scratch"] for _, addresses in driver.seen)
+
+
+def test_the_next_plan_is_one_of_the_problems_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = ConvNd(1, 96, 416, 96, 3, d=9, h=240, t=3, r=3, padding=1)
+    first, second = map(int, np.flatnonzero(FAMILY_ND.legal(volume, get_device("h100")))[:2])
+    pinned = Choice(volume, "h100", "pinned", Candidate("cudnn_nd", second), 1.0)
+    ranked = Predictor({}, plan_of([pinned]))
+    monkeypatch.setitem(choosing._predictors, "conv", ranked)  # no shipped model has these plans
+    monkeypatch.setattr(loading.driver, "device_of", lambda _: get_device("h100"))  # no GPU
+    assigned = Assignment(volume, Candidate("cudnn_nd", first))
+    expected = [assigned, Assignment.of(pinned)]
+    assert list(loading._ranked_from(assigned, 0, UNLIMITED))[:2] == expected
 
 
 @pytest.mark.parametrize("bias", [True, False])

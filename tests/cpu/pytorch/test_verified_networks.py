@@ -116,6 +116,20 @@ def test_the_faster_one_is_kept_unseen(seen, monkeypatch, caplog, training, ours
     assert bool(announced) is not ours
 
 
+def test_a_rejected_graph_has_its_layers_of_all_kinds_rejected(seen, monkeypatch) -> None:
+    slow(monkeypatch, ours=True)
+    volumes: Any = lambda m, x: m.norm(m.conv(x))  # noqa: E731
+    layers = {"conv": nn.Conv3d(8, 8, 3, groups=8), "norm": nn.GroupNorm(2, 8)}
+    model, announced = Around(volumes, **layers).eval(), []
+    confpred.optimize(model, verify="network", inductor=False)
+    with torch.no_grad(), choosing.watch_choices(announced.append):
+        model(torch.rand(2, 8, 6, 6, 6).contiguous(memory_format=torch.channels_last_3d))
+    assert {choice.candidate for choice in announced} == {PYTORCH_OPERATOR}
+    assert {choice.problem for choice in announced} == {p for asked in seen.asked for p in asked}
+    kinds = [type(choice.problem).__name__ for choice in announced]
+    assert sorted(kinds) == ["ConvNd", "ConvNd", "Norm"]
+
+
 @torch.library.custom_op("verified::counted", mutates_args=())
 def counted(x: Tensor) -> Tensor:
     CALLS.append(1)
