@@ -267,7 +267,7 @@ def _versions() -> tuple[str, ...]:
 
 def pytorch_versions(*records: dict[str, Any]) -> str:
     """Tabulate how many tests pass with which PyTorch."""
-    fields = columns("torch | device | python | passed | failed | skipped | date | commit")
+    fields = columns("torch | device | passed | failed | skipped | date | commit")
     return markdown(fields, [[str(record[field]) for field in fields] for record in records])
 
 
