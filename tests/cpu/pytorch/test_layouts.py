@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from network_blocks import BLOCKS, CLONE, CONV, Around, images, made
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
+from confpred.problem.norm_of_groups import Norm
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.run.loading import is_channels_last
 
@@ -73,3 +75,61 @@ def test_what_depends_on_the_layout_is_right(captured, kind) -> None:
         found.append(call(x))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
     assert found[0].stride() == found[1].stride()
+
+
+def attend(y: torch.Tensor) -> torch.Tensor:
+    """Let channels attend to channels, as in networks that restore images."""
+    heads = y.unflatten(1, (2, -1))
+    return F.scaled_dot_product_attention(heads, heads + 1, heads - 1).flatten(1, 2)
+
+
+IN_ORDER = {
+    "group norm": lambda m, x: F.group_norm(m.conv(x), 2),
+    "group norm before": lambda m, x: m.conv(F.group_norm(x * 2, 2)),
+    "weight norm of images": lambda m, x: m.normed(
+        m.normed(x.unflatten(-1, (3, 4)).to(HALF)).sin()
+    ).float(),
+    "attention": lambda m, x: attend(m.conv(x)),
+    "distances": lambda m, x: torch.cdist(m.conv(x), m.conv(x) + 1),
+    "complex numbers": lambda m, x: torch.view_as_complex(m.conv(x).unflatten(-1, (-1, 2))).abs(),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_operators_read_memory_as_it_lay(captured, launches, kind: str, last: bool) -> None:
+    """They do not look at strides: what calls them made copies where those were needed."""
+    captured.wins = lambda problem: not isinstance(problem, Norm)
+    torch.manual_seed(0)
+    normed = weight_norm(nn.Conv2d(8, 8, 3, padding=1, dtype=HALF))
+    layers = {"conv": nn.Conv1d(8, 8, 3, padding=1), "normed": normed}
+    model, found = Around(IN_ORDER[kind], **layers), []
+    x = torch.randn(2, 12, 8).mT
+    for call in (torch.compile(model, backend=backend), model):
+        given = (x if last else x.contiguous()).clone().requires_grad_()
+        out = call(given)
+        model.zero_grad()
+        out.square().mean().backward()
+        grads = [t.grad for t in (given, *model.parameters())]
+        found.append([out.detach(), grads, out.stride()])
+    tolerance = 0.02 if "images" in kind else 1e-4
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+    assert len(launches) >= 3
+
+
+@pytest.mark.parametrize("kind", ["lines", "images in half precision"])
+@torch.no_grad()
+def test_results_share_memory_as_they_did(captured, launches, kind: str) -> None:
+    """The caller writes to one of them, and the others change."""
+    rank = 1 + (kind != "lines")
+    conv = (nn.Conv1d, nn.Conv2d)[rank - 1](8, 8, 3, padding=1)
+    model = Around(lambda m, x: (y := m.conv(x).tanh(), y[:, 1:3], y.flatten(1)), conv=conv)
+    x, found = torch.randn(2, 7, 8).mT, []
+    if rank == 2:
+        x, model = torch.randn(2, 8, 6, 7).to(HALF), model.to(HALF)
+    for call in (torch.compile(model, backend=backend), model):
+        results = call(x)
+        results[1].zero_()
+        found.append([(t, t.stride()) for t in results])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+    assert len(launches) == 1
