@@ -37,7 +37,7 @@ _NORMS = (confpred.norm.default, confpred.norm_backward.default)
 _UNCHECKED = tuple(
     f"aten.{name}" for name in (
         "native_group_norm", "_weight_norm_interface", "_scaled_dot_product", "_flash_attention",
-        "_efficient_attention", "_cdist", "_pdist", "view_as_complex",
+        "_efficient_attention", "_cdist", "_pdist", "view_as_complex", "sym_stride",
     )
 )  # fmt: skip
 #: Tags of operators whose results have sizes that depend on values.

@@ -133,3 +133,16 @@ def test_results_share_memory_as_they_did(captured, launches, kind: str) -> None
         found.append([(t, t.stride()) for t in results])
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
     assert len(launches) == 1
+
+
+def test_strides_that_are_open_sizes_are_those_of_the_capture(captured, launches) -> None:
+    """A gradient of a write to a part makes a tensor with strides that the forward pass had."""
+    captured.wins = lambda problem: getattr(problem, "layout", "") != "channels_first"
+    conv = nn.Conv1d(8, 8, 4, padding=9, dilation=3)
+    model, found = Around(lambda m, x: F.relu(m.conv(x)[..., :-9:2], inplace=True), conv=conv), []
+    for call in (torch.compile(model, backend=backend, dynamic=True), model):
+        x = torch.ones(2, 8, 24, requires_grad=True)
+        call(x).square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    assert len(launches) >= 1
