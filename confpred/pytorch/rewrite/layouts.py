@@ -8,8 +8,9 @@ Volumes become channels last where that is expected to save more time than the c
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import sites
 from confpred.pytorch.rewrite.matches import copy_ms
-from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.rewrite.passes import is_view, val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
@@ -29,12 +30,28 @@ from confpred.pytorch.run.loading import (
     lies_channels_last,
 )
 
-log = logging.getLogger("confpred")
 aten, confpred = torch.ops.aten, torch.ops.confpred
+Values = dict[fx.Node, Any]  # fake tensors, as nodes lie after a rewrite
+Copies = dict[Any, fx.Node]  # by the source and the layout
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _CONFPRED_CONVOLUTIONS = (confpred.conv2d.default, confpred.conv2d_backward.default)
 #: Batch norms lie as they did: only those of channels-last images are replaced.
 _NORMS = (confpred.norm.default, confpred.norm_backward.default)
+#: PyTorch's operators that take it for granted, or only check, that memory lies as they read it:
+#: their callers have seen to it, with copies that the capture lacks where it lay so.
+_UNCHECKED = tuple(
+    f"aten.{name}" for name in (
+        "native_group_norm", "_weight_norm_interface", "_scaled_dot_product", "_flash_attention",
+        "_efficient_attention", "_cdist", "_pdist", "view_as_complex", "sym_stride",
+    )
+)  # fmt: skip
+#: Numbers of dimensions of images, and of images and volumes.
+_IMAGES, _VOLUMES = (4,), (4, 5)
+#: By how much longer PyTorch's operator for a dense volume in half precision takes channels first,
+#: relative to `sites.convolution_s`. The medians of an H200 are 1.3 (forward), 0.6 (gradient of the
+#: input) and 0.25 (of the filter): ``datasets/rank_dense``.
+_SAVED = 0.5
+_CLONES = (aten.clone.default, confpred.clone.default)
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 #: Tags of operators that read memory in a certain order, and of those that draw random numbers.
@@ -56,29 +73,21 @@ def reads_memory_in_order(node: fx.Node) -> bool:
     return not is_known or target is aten.view.dtype or not _ORDERED_TAGS.isdisjoint(target.tags)
 
 
-#: Numbers of dimensions of images, and of images and volumes.
-_IMAGES, _VOLUMES = (4,), (4, 5)
-#: By how much longer PyTorch's operator for a dense volume in half precision takes channels first,
-#: relative to `sites.convolution_s`. The medians of an H200 are 1.3 (forward), 0.6 (gradient of the
-#: input) and 0.25 (of the filter): ``datasets/rank_dense``.
-_SAVED = 0.5
-
-
-class _KeepsLayout(Exception):
-    """Why a graph cannot become channels last."""
-
-
 def to_channels_last(
     graph: fx.Graph, device: Device | None = None, constraints: choosing.Constraints = choosing.ANY
 ) -> None:
-    """Bring the images of a graph, whose views are reshapes, into channels last in place, all or
-    nothing, if its convolutions want that; volumes too, if that saves time on `device`.
-
-    Results, and what `reads_memory_in_order` gets, keep the strides that they had.
-    """
-    saved_ms = 0.0 if device is None else _saved_ms(graph, device, constraints)
-    if device is None or not saved_ms or not _bring(graph, _VOLUMES, device, saved_ms):
-        _bring(graph, _IMAGES)
+    """Bring the images of a graph, whose views are reshapes, into channels last in place, if its
+    convolutions want that; volumes too, if that saves time on `device`. Strides are kept as by
+    `keep_strides`."""
+    dims: tuple[int, ...] = _IMAGES
+    if device is not None and (saved_ms := _saved_ms(graph, device, constraints)):
+        trial = fx.Graph()
+        trial.output(trial.graph_copy(graph, {}))
+        _propagate(trial, partial(_copy_images, dims=_VOLUMES))
+        if _copies_ms(trial, device) - _copies_ms(graph, device) < saved_ms:
+            dims = _VOLUMES
+    if any(_is_channels_first(node, dims) for node in graph.nodes):
+        _propagate(graph, partial(_copy_images, dims=dims))
 
 
 def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints) -> float:
@@ -105,36 +114,10 @@ def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints
     return saved_ms if all(c and choosing.why_pytorch(c) is None for c in choices) else 0.0
 
 
-def _bring(
-    graph: fx.Graph, dims: tuple[int, ...], device: Device | None = None, saved_ms: float = 0.0
-) -> bool:
-    """Bring tensors of these numbers of dimensions into channels last, all or nothing, and return
-    whether any became so. On a `device`, copies of volumes must take less than `saved_ms`."""
-    if not any(_is_channels_first(node, dims) for node in graph.nodes):
-        return False
-    try:
-        vals, copies = _propagate(graph, dims)
-    except _KeepsLayout as reason:
-        log.debug("the graph keeps its layout: %s", reason)
-        return False
-    if device is not None:
-        sources = dict.fromkeys(source for source, _, _ in copies if vals[source].dim() == 5)
-        copies_ms = sum(copy_ms(vals[source], device) for source in sources)
-        if copies_ms >= saved_ms:
-            log.debug("volumes keep their layout: copies take %.3f ms", copies_ms)
-            return False
-    made: dict[tuple[fx.Node, Any], fx.Node] = {}  # copies
-    for source, layout, reader in copies:
-        copied = made.get((source, layout))
-        if copied is None:
-            # At once behind it: a joint graph is cut where the last result of the forward pass is.
-            with graph.inserting_after(_last_of_inputs(source)):
-                copied = made[source, layout] = _copy(graph, source, vals[source], layout, reader)
-        reader.replace_input_with(source, copied)
-    for node, val in vals.items():
-        node.meta["val"] = val
-    graph.lint()
-    return True
+def _copies_ms(graph: fx.Graph, device: Device) -> float:
+    """Return the milliseconds that copies of volumes are expected to take."""
+    copies = [val_of(node) for node in graph.nodes if node.target in _CLONES]
+    return sum(copy_ms(val, device) for val in copies if val.dim() == 5)
 
 
 def filters_to_channels_last(graph: fx.Graph) -> None:
@@ -153,51 +136,92 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Keep the strides of a graph's results, and of inputs of nodes that `reads_memory_in_order`,
-    by copies in place. confpred's operators of lines, volumes and norms may return another layout
-    than PyTorch's, which all other nodes follow."""
-    if not any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
-        return
-    vals: dict[fx.Node, Any] = {}
-    made: dict[Any, fx.Node] = {}
-    mode = _mode_of(graph)
+    """Keep the strides of results, and of inputs of nodes that `_needs_captured_strides`, by copies
+    in place. confpred's operators of lines, volumes and norms may return another layout than
+    PyTorch's, which all other nodes follow."""
+    if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
+        _propagate(graph, _copy_inputs)
+
+
+def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies], bool]) -> None:
+    """Compute the fake tensors of a graph anew, where they have other strides than in the capture.
+    `copy_inputs` puts copies before a node that wants another layout, and returns whether the
+    strides of its result may be others then."""
+    vals: Values = {}
+    made: Copies = {}
+    mode = next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
     for node in list(graph.nodes):
         vals[node] = val_of(node)
         moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
         if node.op == "output" or (moved and _needs_captured_strides(node)):
-            for source in moved:
-                key = source, isinstance(node.target, torch._ops.HigherOrderOperator)
-                if key not in made:
-                    made[key] = _add_copy_like(source, vals[source], val_of(source), node)
-                node.replace_input_with(source, made[key])
-        elif moved or _is_of_another_rank(node) or node.target in _NORMS:
-            if _is_of_another_rank(node):
-                _copy_inputs(node, vals, made)
+            for source in node.all_input_nodes:
+                node.replace_input_with(source, _as_captured(source, vals, made, node))
+        elif copy_inputs(node, vals, made) or moved:
             arguments, named = fx.map_arg((node.args, node.kwargs), vals.__getitem__)
             run: Any = node.target
             with mode:
-                vals[node] = run(*arguments, **named)
+                val = run(*arguments, **named)
+                if run is aten.convolution_backward.default and _is_last(arguments[1]):
+                    # Both gradients are channels last, too, which fake ones do not say.
+                    val = tuple(
+                        g if g is None or g.dim() not in _VOLUMES else dense(g) for g in val
+                    )
+            vals[node] = val
     for node, val in vals.items():
         node.meta["val"] = val
     graph.lint()
 
 
-def _copy_inputs(node: fx.Node, vals: dict[fx.Node, Any], made: dict[Any, fx.Node]) -> None:
+def _as_captured(source: fx.Node, vals: Values, made: Copies, reader: fx.Node) -> fx.Node:
+    """Return `source`, for `reader`, with the strides of the capture. Views of one tensor become
+    views of one copy of it: they share memory as they did."""
+    key = source, isinstance(reader.target, torch._ops.HigherOrderOperator)
+    if key in made:
+        return made[key]
+    made[key] = source
+    if is_view(source.args[0] if source.target is operator.getitem else source):  # type: ignore[arg-type]
+        (first, *_) = source.all_input_nodes
+        copy = _as_captured(first, vals, made, reader)
+        if copy is not first:
+            with source.graph.inserting_after(source):
+                made[key] = source.graph.node_copy(source, lambda n: copy if n is first else n)
+    elif _has_new_strides(val_of(source), vals[source]):
+        made[key] = _add_copy_like(source, vals[source], val_of(source), reader)
+    return made[key]
+
+
+def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...]) -> bool:
+    """Let a convolution read images, or volumes, in half precision channels last."""
+    if not _is_channels_first(node, dims):
+        return False
+    # PyTorch lays a volume's filter out as its image, and a fold does so for many at once.
+    for source in node.all_input_nodes[: 2 if val_of(node).dim() == 4 else 1]:
+        if not _is_last(vals[source]):
+            _copy_dense(source, "channels_last", vals, made, node)
+    return True
+
+
+def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
     """Let a convolution of lines or volumes read them in the layout that it was chosen for."""
+    if not _is_of_another_rank(node):
+        return node.target in _NORMS
     call: Any = node.args[-1]
     problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
-    if not problems:
-        return  # PyTorch's operator computes it
-    layout = getattr(problems[0], "layout", "channels_last")
-    for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
-        val = vals[source]
-        if layout_of(val) == layout:
-            continue
-        if (source, layout) not in made:
-            made[source, layout] = _add_dense_copy(source, val, layout, node)
-        copy = made[source, layout]
-        node.replace_input_with(source, copy)
-        vals[copy] = val_of(copy)
+    if problems:  # else PyTorch's operator computes it
+        layout = getattr(problems[0], "layout", "channels_last")
+        for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
+            if layout_of(vals[source]) != layout:
+                _copy_dense(source, layout, vals, made, node)
+    return True
+
+
+def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:
+    """Let `reader` read a copy of `source` that is dense in a layout."""
+    if (source, layout) not in made:
+        made[source, layout] = _add_dense_copy(source, vals[source], layout, reader)
+    copy = made[source, layout]
+    reader.replace_input_with(source, copy)
+    vals[copy] = val_of(copy)
 
 
 def _is_of_another_rank(node: fx.Node) -> bool:
@@ -210,6 +234,7 @@ def _needs_captured_strides(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_confpred = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
     in_order = node.target is aten.as_strided.default or not _OF_VALUES.isdisjoint(tags)
+    in_order |= str(node.target).startswith(_UNCHECKED)
     return in_order or (reads_memory_in_order(node) and not is_confpred)
 
 
@@ -226,73 +251,15 @@ def _is_last(val: Any) -> bool:
     """Return whether an image or volume is channels last; a volume of one channel only if PyTorch
     takes it for one, as its convolution is large."""
     if val.dim() != 5:
-        return lies_channels_last(val)
+        return val.dim() == 4 and lies_channels_last(val)
     like = torch.empty_like(val, memory_format=LAST_FORMATS[5])
     return bool(val.stride() == like.stride())
-
-
-def _propagate(
-    graph: fx.Graph, dims: tuple[int, ...]
-) -> tuple[dict[fx.Node, Any], list[tuple[fx.Node, Any, fx.Node]]]:
-    """Return the fake tensors of all nodes in the new layout, and the copies that it needs: the
-    source, the layout of its copy, and the node that reads it."""
-    vals: dict[fx.Node, Any] = {}
-    copies: list[tuple[fx.Node, Any, fx.Node]] = []
-    mode = _mode_of(graph)
-    for node in graph.nodes:
-        vals[node] = val_of(node)
-        if node.op == "output" or (node.op == "call_function" and reads_memory_in_order(node)):
-            moved = [n for n in node.all_input_nodes if _has_new_strides(val_of(n), vals[n])]
-            copies += [(source, _layout_of(val_of(source)), node) for source in moved]
-        elif node.op == "call_function":
-            vals[node] = _compute(node, vals, copies, mode, dims)
-    return vals, copies
-
-
-def _compute(
-    node: fx.Node, vals: dict[fx.Node, Any], copies: list[Any], mode: Any, dims: tuple[int, ...]
-) -> Any:
-    """Return the value of a node whose inputs have these values."""
-    source: Any = node.args[0] if node.args else None
-    if node.target is aten.as_strided.default and _has_new_strides(val_of(source), vals[source]):
-        raise _KeepsLayout(str(node.target))
-    arguments: Any = [fx.map_arg(argument, vals.__getitem__) for argument in node.args]
-    named: Any = fx.map_arg(node.kwargs, vals.__getitem__)
-    run: Any = node.target
-    with mode:
-        if _is_channels_first(node, dims):
-            # PyTorch lays a volume's filter out as its image, and a fold does so for many at once.
-            for place in (0, 1) if arguments[0].dim() == 4 else (0,):
-                if not _is_last(arguments[place]):
-                    layout = LAST_FORMATS[arguments[place].dim()]
-                    arguments[place] = arguments[place].clone(memory_format=layout)
-                    copies.append((node.args[place], layout, node))
-        val = run(*arguments, **named)
-        if run is aten.convolution_backward.default and lies_channels_last(arguments[1]):
-            # Both gradients are channels last, too, which fake ones do not say.
-            val = tuple(
-                g if g is None or g.dim() not in dims else dense(g, "channels_last") for g in val
-            )
-    return val
-
-
-def _layout_of(val: Tensor) -> torch.memory_format:
-    """Return the memory format of a tensor; raise `_KeepsLayout` where it has none."""
-    for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
-        if layout is not None and val.is_contiguous(memory_format=layout):
-            return layout
-    raise _KeepsLayout("strides that are neither channels last nor first")
 
 
 def _has_new_strides(before: Any, after: Any) -> bool:
     if isinstance(before, (list, tuple)):
         return any(map(_has_new_strides, before, after))
     return isinstance(before, Tensor) and before.stride() != after.stride()
-
-
-def _mode_of(graph: fx.Graph) -> Any:
-    """Return the mode of the fake tensors of a graph."""
-    return next(val_of(n).fake_mode for n in graph.nodes if isinstance(val_of(n), Tensor))
 
 
 def _last_of_inputs(node: fx.Node) -> fx.Node:
@@ -302,6 +269,9 @@ def _last_of_inputs(node: fx.Node) -> fx.Node:
 
 def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> fx.Node:
     """Return a new node behind `source`, for `reader`: a copy of `val`, dense in `layout`."""
+    if layout == "channels_last" and val.dim() in LAST_FORMATS:  # of one channel, too
+        with _inserting_behind(source, reader):
+            return _copy(source.graph, source, val, LAST_FORMATS[val.dim()], reader)
     with val.fake_mode:
         like = dense(torch.empty_like(val), layout)
     return _add_copy_like(source, val, like, reader)

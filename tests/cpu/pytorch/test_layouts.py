@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from network_blocks import BLOCKS, CLONE, CONV, PLAIN, Around, images, made
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import confpred
 from confpred.problem.device import get_device
+from confpred.problem.norm_of_groups import Norm
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.rewrite import matches
 from confpred.pytorch.run import choosing
@@ -140,8 +142,7 @@ def test_volumes_are_channels_last_inside(volumes, kind, training, wins) -> None
     lies = [val.stride(1) == 1 for val in inputs if val.dim() == 5]
     assert lies
     # Kernels take one channel for channels first, and later layers follow where that costs nothing.
-    stays = kind == "as_strided" or (kind == "one channel" and wins)
-    assert all(lies) != stays
+    assert all(lies) != (kind == "one channel" and wins)
 
 
 @torch.no_grad()
@@ -184,3 +185,74 @@ def test_volumes_keep_their_layout_where_pytorch_computes_a_grouped_layer() -> N
     assert explained(dense(), dense(), dense(groups=64)) == 2, "a kernel computes it"
     assert explained(dense(), dense(), dense(groups=2)) == 0
     assert explained(dense(), dense(), dense(9, groups=64)) == 0
+
+
+def attend(y: torch.Tensor) -> torch.Tensor:
+    """Let channels attend to channels, as in networks that restore images."""
+    heads = y.unflatten(1, (2, -1))
+    return F.scaled_dot_product_attention(heads, heads + 1, heads - 1).flatten(1, 2)
+
+
+IN_ORDER = {
+    "group norm": lambda m, x: F.group_norm(m.conv(x), 2),
+    "group norm before": lambda m, x: m.conv(F.group_norm(x * 2, 2)),
+    "weight norm of images": lambda m, x: m.normed(
+        m.normed(x.unflatten(-1, (3, 4)).to(HALF)).sin()
+    ).float(),
+    "attention": lambda m, x: attend(m.conv(x)),
+    "distances": lambda m, x: torch.cdist(m.conv(x), m.conv(x) + 1),
+    "complex numbers": lambda m, x: torch.view_as_complex(m.conv(x).unflatten(-1, (-1, 2))).abs(),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_operators_read_memory_as_it_lay(captured, launches, kind: str, last: bool) -> None:
+    """They do not look at strides: what calls them made copies where those were needed."""
+    captured.wins = lambda problem: not isinstance(problem, Norm)
+    torch.manual_seed(0)
+    normed = weight_norm(nn.Conv2d(8, 8, 3, padding=1, dtype=HALF))
+    layers = {"conv": nn.Conv1d(8, 8, 3, padding=1), "normed": normed}
+    model, found = Around(IN_ORDER[kind], **layers), []
+    x = torch.randn(2, 12, 8).mT
+    for call in (torch.compile(model, backend=backend), model):
+        given = (x if last else x.contiguous()).clone().requires_grad_()
+        out = call(given)
+        model.zero_grad()
+        out.square().mean().backward()
+        grads = [t.grad for t in (given, *model.parameters())]
+        found.append([out.detach(), grads, out.stride()])
+    tolerance = 0.02 if "images" in kind else 1e-4
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+    assert len(launches) >= 3
+
+
+@pytest.mark.parametrize("kind", ["lines", "images in half precision"])
+@torch.no_grad()
+def test_results_share_memory_as_they_did(captured, launches, kind: str) -> None:
+    """The caller writes to one of them, and the others change."""
+    rank = 1 + (kind != "lines")
+    conv = (nn.Conv1d, nn.Conv2d)[rank - 1](8, 8, 3, padding=1)
+    model = Around(lambda m, x: (y := m.conv(x).tanh(), y[:, 1:3], y.flatten(1)), conv=conv)
+    x, found = torch.randn(2, 7, 8).mT, []
+    if rank == 2:
+        x, model = torch.randn(2, 8, 6, 7).to(HALF), model.to(HALF)
+    for call in (torch.compile(model, backend=backend), model):
+        results = call(x)
+        results[1].zero_()
+        found.append([(t, t.stride()) for t in results])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+    assert len(launches) == 1
+
+
+def test_strides_that_are_open_sizes_are_those_of_the_capture(captured, launches) -> None:
+    """A gradient of a write to a part makes a tensor with strides that the forward pass had."""
+    captured.wins = lambda problem: getattr(problem, "layout", "") != "channels_first"
+    conv = nn.Conv1d(8, 8, 4, padding=9, dilation=3)
+    model, found = Around(lambda m, x: F.relu(m.conv(x)[..., :-9:2], inplace=True), conv=conv), []
+    for call in (torch.compile(model, backend=backend, dynamic=True), model):
+        x = torch.ones(2, 8, 24, requires_grad=True)
+        call(x).square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+    assert len(launches) >= 1
