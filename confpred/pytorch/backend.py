@@ -296,7 +296,7 @@ class Compiler:
             steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
         if self.inductor:
             gm, steps = self._decompose(gm, inputs, steps), []
-        self._attempt(gm, [*steps, passes.update_in_place])
+        self._attempt(gm, [*steps, layouts.lay_out_group_norms, passes.update_in_place])
         run = partial(self._run, inputs=inputs, kind="inference")
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         static = metadata.static_input_indices
@@ -325,7 +325,8 @@ class Compiler:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        self._attempt(joint, [*steps, passes.restore_eager_batch_norms, passes.describe_tensors])
+        steps += [layouts.lay_out_group_norms, passes.restore_eager_batch_norms]
+        self._attempt(joint, [*steps, passes.describe_tensors])
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -41,8 +41,8 @@ _NORMS = (confpred.norm.default, confpred.norm_backward.default)
 #: their callers have seen to it, with copies that the capture lacks where it lay so.
 _UNCHECKED = tuple(
     f"aten.{name}" for name in (
-        "native_group_norm", "_weight_norm_interface", "_scaled_dot_product", "_flash_attention",
-        "_efficient_attention", "_cdist", "_pdist", "view_as_complex", "sym_stride",
+        "_weight_norm_interface", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
+        "_cdist", "_pdist", "view_as_complex", "sym_stride",
     )
 )  # fmt: skip
 #: Numbers of dimensions of images, and of images and volumes.
@@ -51,6 +51,8 @@ _IMAGES, _VOLUMES = (4,), (4, 5)
 #: relative to `sites.convolution_s`. The medians of an H200 are 1.3 (forward), 0.6 (gradient of the
 #: input) and 0.25 (of the filter): ``datasets/rank_dense``.
 _SAVED = 0.5
+#: Group norms take it too, but confpred's, which replace them, do not: how many tensors they read.
+_GROUP_NORMS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
 _CLONES = (aten.clone.default, confpred.clone.default)
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -141,6 +143,30 @@ def keep_strides(graph: fx.Graph) -> None:
     PyTorch's, which all other nodes follow."""
     if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         _propagate(graph, _copy_inputs)
+
+
+def lay_out_group_norms(graph: fx.Graph) -> None:
+    """Let PyTorch's group norms that are left read memory with the channels first, by copies in
+    place, and let their results lie as all other nodes expect."""
+    made: Copies = {}
+    for target, count in _GROUP_NORMS.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            for source in dict.fromkeys(node.args[:count]):
+                if not val_of(source).is_contiguous():
+                    if source not in made:
+                        made[source] = _add_dense_copy(source, val_of(source), "", node)
+                    node.replace_input_with(source, made[source])
+            out, *others = val_of(node)
+            if out is None or out.is_contiguous():
+                continue
+            with out.fake_mode:
+                node.meta["val"] = (out.contiguous(), *others)
+            for item in [item for item in node.users if item.args[1] == 0]:
+                readers = [*item.users]
+                item.meta["val"] = val_of(node)[0]
+                copy = _add_copy_like(item, val_of(item), out, item)
+                for reader in readers:
+                    reader.replace_input_with(item, copy)
 
 
 def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies], bool]) -> None:

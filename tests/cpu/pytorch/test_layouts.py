@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import BLOCKS, CLONE, CONV, PLAIN, Around, images, made
+from network_blocks import BACKWARD, BLOCKS, CLONE, CONV, PLAIN, Around, images, made
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -256,3 +256,14 @@ def test_strides_that_are_open_sizes_are_those_of_the_capture(captured, launches
         found.append(x.grad)
     torch.testing.assert_close(*found)
     assert len(launches) >= 1
+
+
+def test_gradients_beside_group_norms_are_served(captured, launches, monkeypatch) -> None:
+    """Norms that confpred computes do not bring channels first back between two convolutions."""
+    monkeypatch.setattr(choosing, "is_known", lambda operation: True)  # without a model of norms
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())]
+    model = nn.Sequential(*layers).to(HALF)
+    out = torch.compile(model, backend=backend)(torch.randn(2, 8, 9, 9).to(HALF))
+    out.float().square().sum().backward()
+    assert captured.of("backward").count("confpred.norm_backward.default") == 3
+    assert captured.of("backward").count(BACKWARD) == 2  # all but the first, which reads the input
