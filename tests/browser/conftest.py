@@ -1,4 +1,4 @@
-"""Tests in this folder open pages in Chromium, and skip where there is none.
+"""Tests in this folder open pages in Chromium, or start nginx, and skip where there is none.
 
 With ``CONFPRED_TEST_BROWSER=required``, as in CI, they fail there instead.
 """
@@ -21,20 +21,34 @@ from confpred.report.page import write_page
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
 Browse = Callable[..., str]
+
+
+def program(*names: str) -> str:
+    """Return the path of a program by one of its names; skip where it is not installed."""
+    for name in names:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    told = f"left out: none of {', '.join(names)} is here (apt install {names[0]})"
+    if os.environ.get("CONFPRED_TEST_BROWSER") == "required":
+        pytest.fail(told)
+    pytest.skip(told)
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    for name in _NAMES:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    told = f"left out: no Chromium here, none of {', '.join(_NAMES)} (apt install chromium)"
-    if os.environ.get("CONFPRED_TEST_BROWSER") == "required":
-        pytest.fail(told)
-    pytest.skip(told)
+    return program("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def nginx() -> str:
+    return program("nginx")
+
+
+@pytest.fixture(scope="session")
+def openssl() -> str:
+    return program("openssl")
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,7 @@ from confpred.pytorch.run import choosing
 from confpred.sampler import kept
 
 LAST = torch.channels_last
-pytestmark = [
-    pytest.mark.keeps_graphs,
-    pytest.mark.skipif(torch.__version__ < "2.10", reason="PyTorch keeps no graph of a backend"),
-]
+pytestmark = pytest.mark.keeps_graphs
 
 
 @pytest.fixture(autouse=True)

@@ -194,7 +194,6 @@ def test_conversions_become_part_of_the_operator(served: Any, name: str) -> None
     assert (conversions == []) is (dtype is HALF)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="a CPU's is taken apart before a capture")
 @pytest.mark.parametrize("training", [False, True])
 def test_rms_norm(served: Any, fused_rms_norm: None, training: bool) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -205,7 +204,9 @@ def test_rms_norm(served: Any, fused_rms_norm: None, training: bool) -> None:
 
     compare(network(forward, a=nn.GroupNorm(1, WIDTH)), images(), training)
     found = {facts(p) for p in asked(served) if not p.is_backward}
-    assert found == {("RMS norm", "silu", False, "weight"), ("RMS norm", "none", True, "none")}
+    expected = {("RMS norm", "silu", False, "weight"), ("RMS norm", "none", True, "none")}
+    # PyTorch 2.9 takes a CPU's apart before the capture.
+    assert found == (expected if torch.__version__ >= "2.10" else set())
     assert left(served) == []
 
 

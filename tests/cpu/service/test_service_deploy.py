@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import re
@@ -14,16 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from configparser import ConfigParser
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 from fastapi.testclient import TestClient
-from served import COMMAND, ONE, Server, eventually, running
+from served import COMMAND, ONE, running
 
 from confpred.cli.serve import serve as command
 from confpred.service import Settings, tokens
@@ -195,77 +191,6 @@ def test_the_container_s_command_runs_and_is_healthy(tmp_path: Path, secret: str
         python, *rest = json.loads(check.replace(":8000/", f":{server.port}/"))
         assert python == "python"
         subprocess.run([sys.executable, *rest], check=True, timeout=60)
-
-
-@contextmanager
-def proxied(folder: Path, *servers: Server) -> Iterator[str]:
-    """Run nginx by its file as shipped, but for addresses, the port and the certificate, before
-    these servers; gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-    made += ["-keyout", f"{folder}/confpred.example.com.key"]
-    made += ["-out", f"{folder}/confpred.example.com.crt", "-days", "2"]
-    subprocess.run(made, check=True, capture_output=True)
-    text = (DEPLOY / "nginx.conf").read_text().replace("listen 443", f"listen 127.0.0.1:{port}")
-    text = text.replace("/etc/ssl/private", str(folder)).replace("/etc/ssl", str(folder))
-    for number, server in enumerate(servers, 11):
-        text = text.replace(f"10.0.0.{number}:8000", f"127.0.0.1:{server.port}")
-    places = "".join(
-        f"{name}_temp_path {folder}/{name};"
-        for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    http = f"access_log {folder}/access.log; {places} {text}"
-    own = f"daemon off; pid {folder}/pid; error_log {folder}/nginx.log; events {{}}"
-    (folder / "nginx.conf").write_text(f"{own} http {{ {http} }}")
-    command = ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
-    with subprocess.Popen(command) as process:
-        try:
-            url = f"https://127.0.0.1:{port}"
-            eventually(lambda: can_connect(port), command)
-            yield url
-        finally:
-            process.terminate()
-
-
-def can_connect(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
-
-
-def test_one_client_s_refusals_are_nobody_else_s_behind_the_proxy(tmp_path: Path) -> None:
-    """A client that asks for new layers in no time is refused, and no host counts as failed."""
-    trusts = ("--trusted-proxies", "127.0.0.1")
-    folders = [tmp_path / name for name in ("a", "b", "nginx")]
-    for folder in folders:
-        folder.mkdir()
-    with (
-        running(folders[0], *trusts, "--exchange", str(folders[0] / "exchange")) as first,
-        running(folders[1], *trusts) as second,
-        proxied(folders[2], first, second) as url,
-        httpx.Client(base_url=url, verify=False, timeout=60) as client,
-    ):
-        for server in (first, second):
-            assert server.predict().status_code == 200
-        statuses: dict[str, list[int]] = {"greedy": [], "other": []}
-        for number in range(60):
-            new = {**ONE, "problem": {**ONE["problem"], "n": 100 + number}}
-            reply = client.post("/v1/predict", json=new, headers={"prefer": "wait=0"})
-            statuses["greedy"].append(reply.status_code)
-            statuses["other"].append(client.post("/v1/predict", json=ONE).status_code)
-        assert {*statuses["greedy"]} == {429}
-        assert "retry-after" in reply.headers
-        assert {*statuses["other"]} == {200}
-        # One host alone has the exchange.
-        assert {client.get("/v1/measurements").status_code for _ in range(6)} == {200}
-        assert {client.get("/v1/jobs").status_code for _ in range(6)} == {200}
-        assert {client.get(f"/v1/measurements/{'0' * 64}").status_code for _ in range(6)} == {404}
-        assert client.get("/metrics").status_code == 403
-        second.process.terminate()
-        second.process.wait(60)
-        replies = {client.post("/v1/predict", json=ONE).status_code for _ in range(20)}
-        assert replies == {200}
 
 
 def test_the_unit_lets_the_exchange_be_written() -> None:
