@@ -23,7 +23,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "cpu/cuda": (1300, 2200), "cpu/cudnn": (900, 0), "cpu/data": (1100, 1100),
     "cpu/families": (5700, 28000), "cpu/kernels": (9300, 56000), "cpu/measure": (100, 0),
     "cpu/model": (2100, 0), "cpu/predict": (5700, 0), "cpu/problem": (1500, 0),
-    "cpu/products": (2100, 1900), "cpu/project": (5000, 83700), "cpu/pytorch": (14500, 61500),
+    "cpu/products": (2100, 1900), "cpu/project": (5000, 83700), "cpu/pytorch": (17500, 61500),
     "cpu/report": (1500, 0), "cpu/retraining": (3600, 19200), "cpu/sampler": (6200, 13700),
     "cpu/service": (21300, 33300), "cpu/training": (1900, 3400), "cpu/triton": (4500, 26000),
 }  # fmt: skip

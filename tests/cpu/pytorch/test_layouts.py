@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from network_blocks import BACKWARD, BLOCKS, CLONE, CONV, PLAIN, Around, images, made
+from slow import slow_but
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -118,9 +120,18 @@ def chain(function: Any) -> nn.Module:
     return made(Around(function, rest=rest, **more)).to(HALF)
 
 
-@pytest.mark.parametrize("wins", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("kind", BOUND_VOLUMES)
+FEW_VOLUMES = [
+    ("nothing", False, False), ("as_strided", True, True), ("an instance norm", True, False),
+    ("one channel", False, True), ("frames", False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "wins"),
+    slow_but(
+        FEW_VOLUMES, product(BOUND_VOLUMES, *[(False, True)] * 2), "it captures many networks"
+    ),
+)
 def test_volumes_are_channels_last_inside(volumes, kind, training, wins) -> None:
     """By PyTorch's operators, and by kernels in both layouts."""
     volumes.wins = lambda problem: wins

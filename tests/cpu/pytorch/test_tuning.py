@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ import tuning_jobs
 from command_line import confpred as command
 from command_line import named
 from filelock import FileLock
+from slow import slow_but
 from torch import nn
 
 import confpred
@@ -304,8 +306,13 @@ def test_another_driver_makes_answers_a_hint(board) -> None:
     assert len(board.measured()) > lines
 
 
-@pytest.mark.parametrize("text", ["half", b"", b"PAR1 and nothing more", b"no rows\n" * 99])
-@pytest.mark.parametrize("written", [True, False])
+DAMAGE = ("half", b"", b"PAR1 and nothing more", b"no rows\n" * 99)
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    slow_but([("half", True), (b"", False)], product(DAMAGE, (True, False)), "more of the same"),
+)
 def test_a_damaged_file_costs_a_line_of_the_log(board, caplog, monkeypatch, text, written) -> None:
     (choice,) = board.ask(Tuner(60.0), LAYER, LARGER)[:1]
     (shard, *_) = board.folder().glob("rows-*.parquet")
