@@ -146,8 +146,8 @@ def keep_strides(graph: fx.Graph) -> None:
 
 
 def lay_out_group_norms(graph: fx.Graph) -> None:
-    """Let PyTorch's group norms that are left read memory with the channels first, by copies in
-    place, and let their results lie as all other nodes expect."""
+    """Let PyTorch's group norms that are left read copies with the channels first, in place, and
+    let their results lie as all other nodes expect."""
     made: Copies = {}
     for target, count in _GROUP_NORMS.items():
         for node in graph.find_nodes(op="call_function", target=target):
