@@ -86,6 +86,7 @@ def to_channels_last(
         trial = fx.Graph()
         trial.output(trial.graph_copy(graph, {}))
         _propagate(trial, partial(_copy_images, dims=_VOLUMES))
+        lay_out_group_norms(trial)
         if _copies_ms(trial, device) - _copies_ms(graph, device) < saved_ms:
             dims = _VOLUMES
     if any(_is_channels_first(node, dims) for node in graph.nodes):
@@ -118,8 +119,20 @@ def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints
 
 def _copies_ms(graph: fx.Graph, device: Device) -> float:
     """Return the milliseconds that copies of volumes are expected to take."""
-    copies = [val_of(node) for node in graph.nodes if node.target in _CLONES]
-    return sum(copy_ms(val, device) for val in copies if val.dim() == 5)
+    copied = [node for node in graph.nodes if node.target in _CLONES or _is_no_view(node)]
+    vals = [val_of(node.all_input_nodes[0]) for node in copied]
+    return sum(copy_ms(val, device) for val in vals if val.dim() == 5)
+
+
+def _is_no_view(node: fx.Node) -> bool:
+    """Return whether `node` is a reshape that copies."""
+    if node.target is not aten.reshape.default:
+        return False
+    try:
+        val_of(node.all_input_nodes[0]).view(val_of(node).shape)
+    except (RuntimeError, ValueError):  # which of them depends on PyTorch's version
+        return True
+    return False
 
 
 def filters_to_channels_last(graph: fx.Graph) -> None:
