@@ -189,10 +189,9 @@ def dense(taps: int = 3, groups: int = 1) -> nn.Conv3d:
 def test_volumes_keep_their_layout_where_copies_take_longer() -> None:
     assert explained(dense(), dense()) == 2
     assert explained(dense(1)) == 0
-    norms = [nn.InstanceNorm3d(64) for _ in range(3)]
-    assert explained(dense(), *norms, dense()) == 0, "their reshapes copy, too"
-    norms = [nn.GroupNorm(8, 64) for _ in range(3)]
-    assert explained(dense(), *norms, dense()) == 0, "PyTorch's group norm reads channels first"
+    # Reshapes around an instance norm copy, and so do PyTorch's group norms.
+    for norm in (nn.InstanceNorm3d(64), nn.GroupNorm(8, 64)):
+        assert explained(dense(), *(norm, dense(1)) * 5) == 0
     assert explained(dense(), x=torch.empty(1, 64, 4, 6, 6, dtype=HALF)) == 0
 
 
