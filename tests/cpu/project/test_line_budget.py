@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 946, "confpred/problem": 1787, "confpred/products": 425,
     "confpred/pytorch": 6341, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1499, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4538, "examples": 538, "service": 3487, "tests": 36691,
+    "datasets": 4538, "examples": 538, "service": 3487, "tests": 36692,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
