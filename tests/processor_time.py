@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent
 #: Turns that the fast tests of a folder may take, and the slow ones: up to two and a half times
-#: what they took, and a third more than the most that was seen. The same tests took up to 1.6 times as
-#: many on another day.
+#: what they took, and a third more than the most that was seen. On another day the same tests took
+#: up to 1.6 times as many.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cpu/cli": (3000, 10000), "cpu/client": (1300, 2800),
     "cpu/cuda": (1300, 2200), "cpu/cudnn": (900, 0), "cpu/data": (1300, 1100),
