@@ -82,13 +82,13 @@ class Site:
 
     def keepers(self) -> set[int]:
         """Return the process that checks uploads, if there is one at the moment."""
-        running = self.server.workers()
-        return {process for process in running if b"service.keeper" in command_line(process)}
+        return {p for p in self.server.workers() if b"service.keeper" in command_line(p)}
 
     def keeper(self) -> int:
         """Wait for the process that checks uploads, and return it."""
-        eventually(self.keepers, self.server.said)
-        return self.keepers().pop()
+        seen: set[int] = set()
+        eventually(lambda: seen.update(self.keepers()) or seen, self.server.said)
+        return seen.pop()
 
     def kill_keeper(self) -> None:
         """Kill the process that checks uploads, as soon as there is one."""

@@ -43,7 +43,7 @@ _NETWORK, _PINS, _FIRST_PINS = "confpred-plan/2", "confpred-pins/1", "confpred-p
 _FILE = "plan.json"
 _FIELDS = ("choices", "format", "operation", "confpred", "model", "kernels")
 _TIMES = ("predicted_ms", "pytorch_ms")
-_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", *_TIMES, "operation")
+_OF_A_CHOICE = ("device", "problem", "provider", "config", "source", *_TIMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _check_names(fields: Iterable[str], allowed: tuple[str, ...]) -> None:
 
 
 def _choice(fields: Mapping[str, Any], operation: Operation, model: str | None) -> Choice:
-    _check_names(fields, _OF_A_CHOICE)
+    _check_names(fields, (*_OF_A_CHOICE, "operation"))
     operation = registry.operation_named(fields.get("operation", operation.name))
     device, problem = get_device(fields["device"]), operation.problem.from_json(fields["problem"])
     candidate = named_candidate(problem, device, fields["provider"], fields["config"])
@@ -280,7 +280,7 @@ def _line(choice: Choice, operation: Operation) -> dict[str, Any]:
     config = dict(registry.config_of(choice.candidate))
     named = (choice.device, asked, choice.provider, config, choice.source)
     times = (choice.predicted_ms, choice.pytorch_ms)
-    line = dict(zip(_OF_A_CHOICE, (*named, *times), strict=False))
+    line = dict(zip(_OF_A_CHOICE, (*named, *times), strict=True))
     own = registry.operation_of(problem).name
     return line if own == operation.name else line | {"operation": own}
 

@@ -45,14 +45,14 @@ _UNCHECKED = tuple(
         "_cdist", "_pdist", "view_as_complex", "sym_stride",
     )
 )  # fmt: skip
+#: Others of that kind, which confpred's norms may replace, and how many images they read.
+_GROUP_NORMS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
 #: Numbers of dimensions of images, and of images and volumes.
 _IMAGES, _VOLUMES = (4,), (4, 5)
 #: By how much longer PyTorch's operator for a dense volume in half precision takes channels first,
 #: relative to `sites.convolution_s`. The medians of an H200 are 1.3 (forward), 0.6 (gradient of the
 #: input) and 0.25 (of the filter): ``datasets/rank_dense``.
 _SAVED = 0.5
-#: Group norms take it too, but confpred's, which replace them, do not: how many tensors they read.
-_GROUP_NORMS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
 _CLONES = (aten.clone.default, confpred.clone.default)
 #: Tags of operators whose results have sizes that depend on values.
 _OF_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -138,16 +138,14 @@ def _is_no_view(node: fx.Node) -> bool:
 def filters_to_channels_last(graph: fx.Graph) -> None:
     """Bring the filters of confpred's convolutions into the layout that kernels read, in place:
     Inductor's pass that computes or casts a filter writes that layout as well."""
-    made: dict[fx.Node, fx.Node] = {}
+    made: Copies = {}
     for target, place in ((confpred.conv2d.default, 1), (confpred.conv2d_backward.default, 2)):
         for node in graph.find_nodes(op="call_function", target=target):
             source: Any = node.args[place]
             val, x = val_of(source), val_of(node.args[place - 1])
             if lies_channels_last(val) or layout_of(x) != "channels_last":
                 continue
-            if source not in made:
-                made[source] = _add_dense_copy(source, val, "channels_last", node)
-            node.replace_input_with(source, made[source])
+            _copy_dense(source, "channels_last", {source: val}, made, node)
 
 
 def keep_strides(graph: fx.Graph) -> None:
@@ -165,10 +163,8 @@ def lay_out_group_norms(graph: fx.Graph) -> None:
     for target, count in _GROUP_NORMS.items():
         for node in graph.find_nodes(op="call_function", target=target):
             for source in dict.fromkeys(node.args[:count]):
-                if not val_of(source).is_contiguous():
-                    if source not in made:
-                        made[source] = _add_dense_copy(source, val_of(source), "", node)
-                    node.replace_input_with(source, made[source])
+                if not (val := val_of(source)).is_contiguous():
+                    _copy_dense(source, "channels_first", {source: val}, made, node)
             out, *others = val_of(node)
             if out is None or out.is_contiguous():
                 continue

@@ -241,9 +241,10 @@ def kept_answers(
     problems: Sequence[Record], device: Device, operation: Operation, limits: Limits
 ) -> dict[Record, Choice]:
     """Return the answers that are kept for `problems`, within `limits`."""
-    if not problems or not kept_shards(device, operation):
+    own = _own_shards(device, operation) if problems else ()
+    if not problems or not _settled_names(own, device, operation):
         return {}
-    times = _times(_own_shards(device, operation))
+    times = _times(own)
     choices = {p: kept.answer(p, device, times.get(p, ()), limits) for p in problems}
     agreed = (_agreed(choice, p, device, limits) for p, choice in choices.items())
     return {choice.problem: choice for choice in agreed if choice is not None}
@@ -252,8 +253,11 @@ def kept_answers(
 def kept_shards(device: Device, operation: Operation) -> Sequence[str]:
     """Return the names of the files that answers are looked up in; of ranks, the files of the first
     one that asked. All ranks look answers up or none does, so none keeps a graph with others."""
-    names = [shard.name for shard in _own_shards(device, operation)]
-    return _settled(f"{device.key} {operation.name}", names) or ()
+    return _settled_names(_own_shards(device, operation), device, operation)
+
+
+def _settled_names(own: Sequence[Path], device: Device, operation: Operation) -> Sequence[str]:
+    return _settled(f"{device.key} {operation.name}", [shard.name for shard in own]) or ()
 
 
 def _own_shards(device: Device, operation: Operation) -> tuple[Path, ...]:
