@@ -36,11 +36,14 @@ test-slow: $(READY)  ## what test-all has beyond test
 	$(call run_tests,--durations 30 -m slow)
 
 # Tests on a GPU have it for themselves; the others share the cores, and a worker that has
-# nothing left takes tests of another.
+# nothing left takes tests of another. Servers and their clients fail, too, where other tests leave
+# them too little time: failures have to fail alone as well, and the first that does ends the run.
 define run_tests
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then \
 	  $(BIN)/python -m pytest $(1) tests/gpu || [ $$? -eq 5 ]; fi  # 5: none is of that kind
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(1) tests/cpu tests/browser
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(1) tests/cpu tests/browser || \
+	  { [ $$? -eq 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none \
+	    --exitfirst $(1) tests/cpu tests/browser; }
 endef
 
 fuzz: $(READY)  ## schemathesis asks a served confpred for a quarter of an hour; seconds of it are in test-slow

@@ -24,10 +24,11 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "cpu/cuda": (1300, 2200), "cpu/cudnn": (900, 0), "cpu/data": (1300, 1100),
     "cpu/families": (7100, 30000), "cpu/kernels": (11800, 66000), "cpu/measure": (100, 0),
     "cpu/model": (2100, 0), "cpu/predict": (5700, 0), "cpu/problem": (1500, 0),
-    "cpu/products": (2100, 1900), "cpu/project": (5000, 83700), "cpu/pytorch": (26000, 61500),
+    "cpu/products": (2100, 1900), "cpu/project": (5000, 83700), "cpu/pytorch": (29800, 61500),
     "cpu/report": (1500, 0), "cpu/retraining": (3600, 19200), "cpu/sampler": (6200, 13700),
     "cpu/service": (21300, 33300), "cpu/training": (1900, 3400), "cpu/triton": (5100, 26000),
 }  # fmt: skip
+OVER_BUDGET = 6  # an exit status that pytest does not use: no test is to run again
 _KINDS = {"not slow": (0,), "slow": (1,), "": (0, 1)}  # of these two, by `-m`
 _EACH = 25  # tests; so often the loop is timed
 _TOLD = "turns"
@@ -105,7 +106,7 @@ class Watch:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(self._config, "workerinput")
         if not is_worker and any(is_over(took, most) for _, took, most in self.found()):
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = OVER_BUDGET
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for folder, took, most in self.found():

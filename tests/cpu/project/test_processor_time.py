@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processor_time import BUDGETS
+from processor_time import BUDGETS, OVER_BUDGET
 
 CONFTEST = """
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_whole_folder_over_its_budget_fails_the_run(repository: Path, tmp_path
         text=True,
         check=False,
     )
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == OVER_BUDGET, done.stdout + done.stderr
     assert "4 passed" in done.stdout
     told = [line for line in done.stdout.splitlines() if " turns of processor time" in line]
     assert [line.split()[0] for line in told] == ["heavy", "light", "other"]

@@ -1,4 +1,4 @@
-"""Slow tests say why, CI runs each test once, and a missing Chromium is told or a failure."""
+"""Slow tests say why, CI runs each test once and failures twice, and a missing Chromium is told."""
 
 from __future__ import annotations
 
@@ -41,10 +41,41 @@ def test_ci_runs_each_test_once(repository: Path) -> None:
         command = ["make", "--dry-run", target]
         done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
         lines = [line.replace(" --durations 30", "") for line in done.stdout.splitlines()]
-        (cpu,) = (line for line in lines if line.endswith(" tests/cpu tests/browser"))
-        assert cpu.endswith(f"--dist worksteal{kind} tests/cpu tests/browser")
+        assert any(f"--dist worksteal{kind} tests/cpu tests/browser || " in line for line in lines)
+        assert any(f"--exitfirst{kind} tests/cpu tests/browser; }}" in line for line in lines)
         assert any(f"-m pytest{kind} tests/gpu" in line for line in lines)
         assert any("ruff check" in line for line in lines) == (target != "test-slow")
+
+
+@pytest.mark.slow(reason="it starts pytest seven times")
+def test_a_failure_ends_make_test_where_the_test_fails_alone_too(
+    repository: Path, tmp_path: Path
+) -> None:
+    command = ["make", "--dry-run", "test", f"BIN={Path(sys.executable).parent}"]
+    said = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    recipe = said.stdout[said.stdout.rindex("if nvidia-smi") :].partition("\n")[2]
+    assert recipe.startswith(str(Path(sys.executable).parent))
+    (tmp_path / "tests" / "browser").mkdir(parents=True)
+    file = tmp_path / "tests" / "cpu" / "test_some.py"
+    file.parent.mkdir()
+    file.with_name("conftest.py").write_text(
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'slow: as here')\n"
+    )
+    passes = "def test_it():\n    pass\n"
+    turns = "import os\ndef test_this():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+    fails = "def test_that():\n    assert False\n"
+    for tests, status, told in (
+        (passes, 0, "1 passed"),
+        (passes + turns, 0, "1 failed, 1 passed"),
+        (passes + turns + fails, 1, "2 failed, 1 passed"),
+        ("import nothing_of_that_name\n", 1, "1 error"),
+    ):
+        file.write_text(tests)
+        done = subprocess.run(
+            ["sh", "-c", recipe], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode != 0, told in done.stdout) == (status != 0, True), done.stdout
+        assert done.stdout.count("test session starts") == 1 + (tests != passes)
 
 
 @pytest.mark.slow(reason="it starts pytest twice")
