@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from confpred.cuda import driver
 from confpred.problem.device import Device
+
+
+def _share_gpus(worker: str) -> None:
+    """Let the workers of a run in several processes, `gw0` and so on, take the GPUs in turns."""
+    # Not asked of the driver, which looks at the variable once, when it starts.
+    try:
+        listed = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True).splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker[2:]) % len(listed)))
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _share_gpus(os.environ["PYTEST_XDIST_WORKER"])
 
 
 def _cuda_devices() -> int:
