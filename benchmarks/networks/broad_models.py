@@ -345,6 +345,34 @@ def r2plus1d(widths: tuple[int, ...] = (64, 128, 256, 512)) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(c, 400))
 
 
+class _Causal(nn.Conv3d):
+    """A 3 x 3 x 3 layer whose frames see none that come later."""
+
+    def __init__(self, c: int, k: int) -> None:
+        super().__init__(c, k, 3, padding=(0, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, 0, 0, 0, 2, 0)))
+
+
+def video_decoder(widths: tuple[int, ...] = (384, 384, 192, 96)) -> nn.Module:
+    """Return the decoder of an autoencoder of videos, from latents of an eighth of the size and a
+    quarter of the frames (CogVideoX)."""
+
+    def block(c: int, k: int) -> list[nn.Module]:
+        return [nn.GroupNorm(32, c), nn.SiLU(), _Causal(c, k)]
+
+    layers: list[nn.Module] = [_Causal(16, widths[0])]
+    c = widths[0]
+    for level, k in enumerate(widths):
+        if level:
+            scale = (2.0 if level < 3 else 1.0, 2.0, 2.0)
+            layers += [nn.Upsample(scale_factor=scale), nn.Conv3d(c, k, (1, 3, 3), 1, (0, 1, 1))]
+        layers += [_Sum(nn.Sequential(*block(k, k), *block(k, k))) for _ in range(3)]
+        c = k
+    return nn.Sequential(*layers, nn.GroupNorm(32, c), nn.SiLU(), _Causal(c, 3))
+
+
 # Speech
 
 

@@ -24,11 +24,11 @@ from confpred.pytorch.ways import WAYS, Start, measure
 
 
 def without(part: str) -> Start:
-    """Return the way that leaves out a part of `optimize`, where the model is captured."""
-    module, function = PARTS[part]
+    """Return the way that leaves out a part of another, where the model is captured."""
+    way, module, function = PARTS[part]
 
     def start(model: nn.Module) -> Any:
-        forward = WAYS["inductor=False"](model)
+        forward = WAYS[way](model)
 
         def call(*given: Any) -> Any:
             with patch(f"confpred.pytorch.{module}.{function}", lambda *_, **__: 0):

@@ -55,11 +55,12 @@ WAYS = (
 )  # fmt: skip
 STOPPED = "stopped for want of time"
 LEAST_S = 20  # less than this left of the budget, and no new process is started
-#: Ways that show what a part of `optimize` brings, a module and its function that they do without;
-#: measured where they are asked for.
+#: Ways that show what a part of another way brings, and a module with its function that they do
+#: without; measured where they are asked for.
 PARTS = {
-    "without convert": ("rewrite.passes", "convert_together"),
-    "without norms": ("rewrite.normalising", "lower_norms"),
+    "without convert": ("inductor=False", "rewrite.passes", "convert_together"),
+    "without norms": ("inductor=False", "rewrite.normalising", "lower_norms"),
+    "without volumes": ("optimize", "rewrite.layouts", "_saved_ms"),
 }
 KEY = ("network", "mode", "batch", "way")
 
@@ -103,6 +104,7 @@ BROAD = {
     "inception_next_tiny": Kind("large filters", _IMAGE, ((INFERENCE, 64),)),
     "x3d": Kind("video", (3, 13, 160, 160), ((INFERENCE, 8), (TRAINING, 8))),
     "r2plus1d": Kind("video", (3, 16, 112, 112), ((INFERENCE, 4),)),
+    "video_decoder": Kind("video", (16, 3, 30, 52), ((INFERENCE, 1),)),
     "unet_volumes": Kind("volumes", (1, 96, 96, 96), ((INFERENCE, 1), (TRAINING, 2))),
     "conformer": Kind("speech", (500, 256), ((INFERENCE, 16), (TRAINING, 16))),
     "conv_tasnet": Kind("speech", (1, 32000), ((TRAINING, 4),)),

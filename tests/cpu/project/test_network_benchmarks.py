@@ -185,12 +185,15 @@ def test_the_broad_suite_has_batches_and_shapes_of_its_own() -> None:
     assert len({kind.kind for kind in networks.BROAD.values()}) >= 10
 
 
-@pytest.mark.parametrize("name", ["detector", "unet_volumes", "hifigan"])
+@pytest.mark.parametrize("name", ["detector", "unet_volumes", "video_decoder", "hifigan"])
 def test_networks_of_the_broad_suite_run(name: str) -> None:
     from benchmarks.networks import broad_models
 
     model = getattr(broad_models, name)().eval()
-    shape = {"detector": (3, 64, 64), "unet_volumes": (1, 16, 16, 16), "hifigan": (80, 4)}[name]
+    shape = {
+        "detector": (3, 64, 64), "unet_volumes": (1, 16, 16, 16), "video_decoder": (16, 1, 3, 5),
+        "hifigan": (80, 4),
+    }[name]  # fmt: skip
     with torch.no_grad():
         out = model(torch.randn(1, *shape))
     assert all(x.isfinite().all() for x in (out if isinstance(out, list) else [out]))
