@@ -1,22 +1,24 @@
-// Batch norm with its activation in one launch for each direction. batch_norm.cuh draws tiles, splits and steps: a block
-// has one tile of columns and one split of the rows; a step is UNROLL times `at_once` rows, and at_once is how many rows
-// the threads of a block cover side by side.
+// Batch norm with its activation in one launch for each direction, which goes over the rows twice. A drawing in
+// batch_norm.cuh shows tiles, splits and steps: a block has one tile of columns and one split of the rows; a step is UNROLL
+// times `at_once` rows, and at_once is how many rows the threads of a block cover side by side.
 //
-//   forward    first pass    sums of `in`          -> all blocks of a tile wait here (`meet`) ->
-//              second pass   out = activation((in - mean) * invstd * weight + bias + residual)
-//   backward   first pass    d = out_grad * slope of the activation; sums of d and of d * (in - mean)
-//              second pass   in_grad, of `in` and d
+//   forward    first loop    sums of `in`          -> all blocks of a tile wait here (`meet`) ->
+//              second loop   out = activation((in - mean) * invstd * weight + bias + residual)
+//   backward   first loop    d = out_grad * slope of the activation; sums of d and of d * (in - mean)
+//              second loop   in_grad, of `in` and d
 //
 // Blocks that wait for one another have to run at the same time: the host launches no more blocks than the GPU holds
-// at once, MIN_BLOCKS a multiprocessor. The first `kept` steps of a block stay in shared memory between the passes, where
+// at once, for which a multiprocessor has to hold MIN_BLOCKS, and asks the driver for a cooperative launch, which waits
+// for work of other streams to leave room. The first `kept` steps of a block stay in shared memory between the loops, where
 // each thread finds its own elements. The others are read again, the last step first, as the L2 cache still holds it:
 //
 //   steps of a block     0 .. kept - 1       kept .. last
-//   first pass           read, and kept      read
-//   second pass          from shared memory  read again, from `last` down to `kept`
+//   first loop           read, and kept      read
+//   second loop          from shared memory  read again, from `last` down to `kept`
 //
 // Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, and of the config VECTOR, UNROLL, THREADS, MIN_BLOCKS;
-// FROZEN and STREAM (tensors larger than the L2 cache) are read by batch_norm.cuh.
+// FROZEN and STREAM (tensors of more than 32 MiB, of which an L2 cache keeps little) are read by batch_norm.cuh. The
+// macros STATISTICS and LAYOUT list parameters, of running statistics and of `Place`.
 //
 // Parts:
 //   block   a tile of columns and a split of the rows
@@ -24,7 +26,7 @@
 //
 // Bound: bytes. The floor has each tensor cross memory once, which holds where all steps are kept. Of a tensor that is
 // larger than shared memory and the L2 cache together, most steps are read twice: then 2/3 of the floor can be reached
-// forward, 3/5 backward, as in batch_norm.cu.
+// forward, 3/5 backward (with a residual 3/4 and 5/7), as in batch_norm.cu.
 //
 // Instructions: blocks meet by counters in device memory, as a second launch would lose shared memory. Loads and sums as
 // in batch_norm.cu: 16 bytes a load, float32 sums by ordinary arithmetic.
@@ -42,7 +44,8 @@
 
 extern __shared__ __align__(16) float shared[];
 
-// The elements of kept steps in shared memory, behind the sums: a vector of each of TENSORS tensors a row and thread.
+// The elements of kept steps: a vector of each of TENSORS tensors a row and thread. They lie in shared memory after the
+// SUM_FLOATS floats of the sums.
 template <int TENSORS>
 struct Kept {
     int steps;
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) batch_norm_one
     }
     Pair pair;
     distances.end(pair);
-    add_rows<true>(pair, place, shared);
+    add_rows<true>(pair, place, shared);  // true: of means and squared distances, not plain sums
     if (splits > 1) {
         put_partial(pair, place, scratch);
         meet(place, zeroed);
@@ -84,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) batch_norm_one
     }
     if (place.split == 0) store_statistics(pair, place, STATISTICS_ARGUMENTS);
     share_rows(pair, place, shared);
+    // From here on pair.b is not the sum of squared distances, but one over the standard deviation.
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) pair.b[v] = inverse_deviation(pair.b[v] / static_cast<float>(rows), *eps);
     Normalise normalise;
@@ -106,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) batch_norm_one
 }
 #else
 
-// With a residual, the gradient before the activation is the residual's gradient: the first pass stores it, and the
-// second one reads it. Otherwise that of the output is kept or read again.
+// With a residual, the gradient before the activation, d, is the residual's gradient: the first loop stores it, rounded to
+// DTYPE, and the second one reads it. Otherwise out_grad is kept or read again, and the second loop makes d of it anew.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) batch_norm_one_pass_backward(
     Element* __restrict__ in_grad, Element* residual_grad, float* weight_grad, float* bias_grad,
     const Element* __restrict__ out_grad, const Element* __restrict__ in, const float* weight, const float* bias,
@@ -138,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) batch_norm_one
             x[u].to_floats(distance);
             grads[u].to_floats(d);
             if (HAS_RESIDUAL) more[u].to_floats(added);
-            gradient.of(distance, d, added);
+            gradient.of(distance, d, added);  // takes the mean from `distance`, and makes d of out_grad
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 pair.a[v] += d[v];

@@ -1,7 +1,7 @@
 // Small wrappers over PTX shared by the kernels. No headers: NVRTC compiles this in milliseconds.
 //
-// Macros called HOST_... are what the launch of a kernel counts on, such as the threads and the shared memory
-// of its blocks. Kernels assert that they work out the same values. A value that only such assertions and
+// The host works out the threads and the shared memory of blocks by the same formulas as a kernel. It gives kernels its
+// values as macros called HOST_..., and kernels assert that they come to the same. A value that only such assertions and
 // launch bounds read is an enumerator: NVRTC would make a constexpr int a variable of the module.
 #pragma once
 

@@ -8,8 +8,9 @@
 //
 // Forward: UP = 1, DOWN = the stride, origin = the padding, shift = 0; m is the channel multiplier.
 // Input gradient: `in` is the output's gradient, the filter is rotated (FLIP), UP = the stride, DOWN = 1.
-// The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that it is known at compile time which
-// taps meet which output of a tile, and no product with zero is computed.
+// Where UP > 1, an output meets every UP-th tap only. Tiles begin `shift` outputs, fewer than UP, before the first one,
+// which is chosen so that tap 0 meets the first output of each tile. Then it is known at compile time which taps meet
+// which output of a tile, and no product with zero is computed.
 //
 // The layer's sizes are run-time arguments. Compile-time, of each axis: WINDOW, UP, DOWN, DILATION; FLIP, DTYPE,
 // ACTIVATION, HAS_BIAS, HAS_RESIDUAL, REPEAT (output channels of a thread that share an input channel),
@@ -18,30 +19,33 @@
 //   VEC             channels of a thread: one access to memory
 //   TILE_P, TILE_Q  output rows and columns of a thread
 //   FILTER_SHARED   the filter stays in shared memory (1) or in registers (0), in float32
-//   PLANE_AHEAD     the input is loaded a step (1) or a row (0) ahead of its arithmetic, into registers
+//   PLANE_AHEAD     the input is loaded a step, DOWN_D planes, (1) or a row (0) ahead of its arithmetic, into registers
+//
+// (The config also has threads, lanes_c and bands, which the host makes a launch of.)
 //
 // A thread owns VEC channels and TILE_P x TILE_Q pixels of a plane, and walks down a band of output planes. Each
 // row of an input plane is loaded and converted once, and meets all outputs that it overlaps: those of the
-// tile's rows, in DEPTH groups of UP_D planes of accumulators, which move down by one group a step. (The move is
-// free: the first product of a step reads one group's register and writes the next one's.)
+// tile's rows in DEPTH sets of UP_D planes, a set of accumulators for each step that is still to be finished. When a
+// step is finished, all sets move down by one. (The compiler moves nothing: the first product of the next step reads one
+// set's register and writes the next one's.) Planes and rows are counted from the first one of the padding here.
 // UP = DOWN = DILATION = 1, WINDOW = 3, TILE_P = 2:
 //
 //        input plane i, row 1 ----+---- filter plane 0, rows 1 and 0 --> acc[0]: output plane i, rows 0 and 1
 //                                 +---- filter plane 1, rows 1 and 0 --> acc[1]: output plane i - 1
 //                                 +---- filter plane 2, rows 1 and 0 --> acc[2]: output plane i - 2
 //
-// after its rows 0 to 3, output plane i - 2 is finished. Threads of a block run along channels
+// after rows 0 to 3 of input plane i, output plane i - 2 is finished. Threads of a block run along channels
 // first (lanes_c of them), then along tiles: block_q in a row, and block_p such rows, so that what neighbouring
 // tiles share comes out of the L1 cache.
 //
 // Parts:
 //   block   lanes_c neighbours along channels by block_q by block_p tiles
 //   thread  VEC channels of TILE_P x TILE_Q positions of a band of planes
-//   warp    no part of its own
+//   warp    32 such threads, nothing more
 //
-// Bound: bytes in the floor; in fact the issue of instructions. At 3x3x3 some 45 are issued an output, 58 to 66 % of
-// them multiply-adds: 0.35 clocks of a multiprocessor, where the 4 bytes take 0.3. A 3x5x5 filter takes 0.6 by its
-// multiply-adds alone.
+// Bound: the floor is the time of the bytes, but the issue of instructions takes longer. At 3x3x3 some 45 are issued an
+// output, 58 to 66 % of them multiply-adds: at four warp instructions a clock 0.35 clocks of a multiprocessor, where the
+// 4 bytes, read and written in half precision, take 0.3 on an H100. A 3x5x5 filter takes 0.6 by its multiply-adds alone.
 //
 // Instructions: float32 multiply-adds, as in depthwise.cu: channels share nothing that tensor cores could multiply.
 // __maxnreg__ instead of launch bounds, as blocks differ in size at run time.
@@ -60,7 +64,7 @@
 //      60% of bytes: n=8 c=96 d=50 h=56 w=56 k=96 t=3 r=3 s=3 rank=3 stride=1x2x2 padding=1 groups=96 dtype=bfloat16
 #include "volume.cuh"
 
-constexpr int PERIOD_D = UP_D * DOWN_D;
+constexpr int PERIOD_D = UP_D * DOWN_D;  // by how much a step moves both sides of the equation above
 constexpr int DEPTH = (DILATION_D * (WINDOW_D - 1) + (UP_D - 1) * DOWN_D) / PERIOD_D + 1;
 constexpr int IN_H = (DOWN_H * (TILE_P - 1) + DILATION_H * (WINDOW_H - 1)) / UP_H + 1;  // input rows of a tile
 constexpr int IN_X = (DOWN_W * (TILE_Q - 1) + DILATION_W * (WINDOW_W - 1)) / UP_W + 1;  // input columns of a tile
@@ -171,7 +175,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
     float acc[DEPTH][UP_D][TILE_P][TILE_Q][VEC] = {};
     Vector<VEC> added[UP_D][TILE_P][TILE_Q];
     auto plane_of = [&](int step, int e) { return UP_D * (group0 + step - (DEPTH - 1)) - shift_d + e; };
-    auto columns_of = [&](int step, int e, int o) {  // which columns of an output row are finished by a step
+    // Plane e and row o of the tile that a step finishes: which columns lie in the image, and the first one's pixel.
+    auto columns_of = [&](int step, int e, int o) {
         const int plane = plane_of(step, e), row = p0 + o;
         return step >= DEPTH - 1 && plane >= 0 && plane < z && row >= 0 && row < p ? out_columns : 0;
     };
@@ -239,6 +244,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume(
             for (int depth = DEPTH - 1; depth >= 0; --depth)
 #pragma unroll
                 for (int e = 0; e < UP_D; ++e) {
+                    // DILATION_D * tap, of the equation above, where input plane index / IN_H of this step meets plane e of
+                    // the outputs that began `depth` steps ago.
                     const int dilated_t = PERIOD_D * depth + UP_D * (index / IN_H) - DOWN_D * e;
                     if (dilated_t < 0 || dilated_t % DILATION_D || dilated_t / DILATION_D >= WINDOW_D) continue;
 #pragma unroll

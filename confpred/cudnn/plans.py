@@ -217,8 +217,8 @@ def front_end() -> Any:
     try:
         import cudnn
 
-        cudnn.backend_version()
-    except Exception as error:  # it raises RuntimeError where libcudnn is missing
+        cudnn.backend_version()  # loads libcudnn, or raises RuntimeError
+    except Exception as error:
         raise MissingExtra(f"nvidia-cudnn-frontend ({error})", "gpu") from error
     return cudnn
 

@@ -345,12 +345,19 @@ def merge(
     folders: Sequence[Folder], file: Path, *, replace: bool = True, anchors: bool = False,
     operation: Operation | None = None,
 ) -> int:  # fmt: skip
-    """Write the rows of all shards or parts of `folders`, or of their `anchors`, to one `file`,
-    sorted by problem, and return how many. With `replace`, the file may exist. `operation` is that
-    of shards that name none; None refuses such shards.
+    """Write the rows of all shards and parts of `folders` to one `file`, and return how many.
+
+    Args:
+        folders: folders of a sampler's shards, or of a dataset's parts.
+        file: sorted by device, problem, family, config and time. No row is left out.
+        replace: whether `file` may exist; otherwise that is a `StorageError`.
+        anchors: write the shards of control configs, and no others. Each session and GPU measures
+            these, so that their times can be compared; no model learns from them.
+        operation: operation of shards that name none; None refuses such shards.
 
     Raises:
-        DataError: a shard is damaged, or a folder has none.
+        InvalidInput: `folders` is empty.
+        DataError: a shard is damaged, of another operation, or of none; or a folder has no shards.
         StorageError: the file system refused; `file` is then as it was.
     """
     table, _ = _joined(folders, operation, anchors)

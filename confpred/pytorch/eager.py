@@ -321,7 +321,8 @@ _CONFPRED = tuple(map(_forward_of, _PYTORCH))
 
 
 def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a layer of these sizes is predicted to save at least ``LEAST_MS``."""
+    """Return whether a layer, called with these tensors, is predicted to save more than
+    ``LEAST_MS``. The kernels that it would launch are compiled and loaded."""
     forward = convolve.forward_launch(x, weight, bias, None, call)
     launches = (forward, *convolve.backward_launches(x, weight, call))
     assigned = [launch.assignment for launch in launches if launch is not None]
@@ -333,9 +334,9 @@ def _saves(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if choice.source == "pinned":
             return True
         own_ms = choice.predicted_ms
-        if assignment.candidate != choice.candidate:  # cuDNN did not build the plan
+        if assignment.candidate != choice.candidate:  # a plan that cuDNN does not build here
             predictor = choosing.current_predictor()
             own_ms = predictor.expected_ms(assignment.problem, choice.device, assignment.candidate)
         if choice.pytorch_ms is not None and own_ms is not None:
             saved += choice.pytorch_ms - own_ms
-    return saved >= LEAST_MS
+    return saved > LEAST_MS

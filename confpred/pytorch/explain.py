@@ -274,10 +274,11 @@ def _in_half(
 def _remarks(step: NetworkStep, rows: Sequence[Row], device: Device) -> Iterator[str]:
     if any(row.reason.startswith("no model for this device") for row in rows):
         yield f"confpred has no model of the {device.key}, so PyTorch's operators stay, fused."
+    # Gains from 0.995 on are printed as 1.00x.
     if step.gain < 0.995 or step.launches_after > step.launches_before:
         names = ", ".join(f"{count} {name}" for name, count in step.added.items())
         slower = "As it is, it gets slower. " if step.gain < 0.995 else ""
-        yield f"{slower}Rewriting adds {names or 'nothing'}: {_ADDED}."
+        yield f"{slower}Rewriting adds {f'{names}: {_ADDED}' if names else 'no operator'}."
     plans = [row for row in rows if lacks_library(row.provider)]
     if plans:
         saved = sum(len(r.layers) * ((r.pytorch_ms or 0) - (r.expected_ms or 0)) for r in plans)
@@ -317,7 +318,7 @@ class Recorder(Compiler):
 
     def _note(self, node: fx.Node) -> None:
         """Record the sizes of a convolution, and how long it takes by an estimate."""
-        image = val_of(arguments_of(node)[0])
+        image = val_of(arguments_of(node).image)
         sizes = tuple(s if isinstance(s, int) else int(s.node.hint or 0) for s in image.shape)
         for direction in directions_of(node):
             estimates = self._known.setdefault((name_of(node), direction), [])

@@ -268,26 +268,36 @@ def _offered(
     ratio: PytorchModel | None,
     gate: Gate | None,
 ) -> Iterator[Offered]:
-    for (device, problem), parts in judged.items():
-        theirs, expected = pytorch_ms.get((device, problem)), None
+    """Yield the answers of a fold.
+
+    Args:
+        number: the fold's number.
+        judged: the timings of each problem on a device, and their scores, by family.
+        pytorch_ms: times of PyTorch's operator.
+        ratio: model of its times; with one, problems that it was not timed for have no answer.
+        gate: leaves out families that the problem is not for. What that costs is in the answer:
+            `our_best_ms` is of all families.
+    """
+    for (device, problem), by_family in judged.items():
+        pytorch_time, log_ratio = pytorch_ms.get((device, problem)), None
         if ratio is not None:
-            if theirs is None:
+            if pytorch_time is None:
                 continue
-            (expected,) = ratio.log_ratios([problem], device).tolist()
-        names = [t.family for t, _ in parts]
+            (log_ratio,) = ratio.log_ratios([problem], device).tolist()
+        names = [timings.family for timings, _ in by_family]
         if gate is not None:
             (names,) = gate.open([problem], device, [names])
-        opened = [(t, scored) for t, scored in parts if t.family in names]
-        timings, best = min(opened, key=lambda part: part[1].seconds)
+        open_families = [pair for pair in by_family if pair[0].family in names]
+        timings, chosen = min(open_families, key=lambda pair: pair[1].seconds)
         answer = Answer(
             problem=problem,
             networks=timings.networks,
-            options=sorted(option for _, scored in opened for option in scored.ranked),
-            ours_ms=best.regret[0] * float(timings.time_ms.min()),
-            our_best_ms=min(float(t.time_ms.min()) for t, _ in parts),
-            pytorch_ms=None if ratio is None else theirs,
+            options=sorted(option for _, scored in open_families for option in scored.ranked),
+            ours_ms=chosen.regret[0] * float(timings.time_ms.min()),
+            our_best_ms=min(float(t.time_ms.min()) for t, _ in by_family),
+            pytorch_ms=None if ratio is None else pytorch_time,
         )
-        yield Offered(number, device, answer, best.ahead, expected)
+        yield Offered(number, device, answer, chosen.ahead, log_ratio)
 
 
 def answered(offered: Sequence[Offered], device: Device) -> CrossValidation:

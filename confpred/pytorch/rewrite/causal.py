@@ -48,7 +48,7 @@ def lower_convolutions(
 
 def match_padded(node: fx.Node) -> Causal | None:
     """Return a convolution, or its backward, whose input is padded with zeros on the left."""
-    geometry, pad = _geometry(node), sites.arguments_of(node)[0]
+    geometry, pad = _geometry(node), sites.arguments_of(node).image
     if geometry is None or pad.target is not aten.constant_pad_nd.default:
         return None
     stride, padding, dilation, window = geometry
@@ -74,7 +74,7 @@ def match_padded(node: fx.Node) -> Causal | None:
 
 def match_cut(node: fx.Node) -> Causal | None:
     """Return a convolution with the slice of its result, or its backward with the slice's."""
-    geometry, x = _geometry(node), sites.arguments_of(node)[0]
+    geometry, x = _geometry(node), sites.arguments_of(node).image
     if geometry is None or layout_of(val_of(x)) != "channels_first":
         return None
     if node.target is sites.CONVOLUTION:
@@ -93,8 +93,9 @@ def match_cut(node: fx.Node) -> Causal | None:
 
 def _geometry(node: fx.Node) -> tuple[int, int, int, int] | None:
     """Return stride, padding, dilation and filter size of a convolution of lines, else None."""
-    geometry, window = sites.geometry_of(node), val_of(sites.arguments_of(node)[1]).shape[2:]
-    if geometry is None or sites.arguments_of(node)[6] or len(window) != 1:
+    geometry, arguments = sites.geometry_of(node), sites.arguments_of(node)
+    window = val_of(arguments.filters).shape[2:]
+    if geometry is None or arguments.transposed or len(window) != 1:
         return None
     ((stride,), (padding,), (dilation,), _), (size,) = geometry, window
     return (stride, padding, dilation, size) if isinstance(size, int) else None
@@ -137,7 +138,7 @@ def _match(layer: Causal, constraints: Constraints, fuses: bool, claimed: set[fx
         site.fused = (*["add"] * residual, *[chain.activation] * (chain.activation != "none"))
         return Match([site], partial(_replace, layer, chain, site, constraints))
     mask: Any = node.args[10]
-    sums = mask[2] and sums_bias(sites.arguments_of(node)[8])
+    sums = mask[2] and sums_bias(sites.arguments_of(node).groups)
     of_weight: Any = {"bias": sums, "deterministic": is_deterministic()}
     own = [sites.site_of(node, "dgrad", **fields)] * mask[0]
     own += [sites.site_of(node, "wgrad", **fields, **of_weight)] * mask[1]

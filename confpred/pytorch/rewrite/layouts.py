@@ -100,13 +100,14 @@ def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints
     for node in graph.nodes:
         if node.target not in _CONVOLUTIONS:
             continue
-        image, *_, groups = sites.arguments_of(node)[:9]
-        if val_of(image).dim() != 5:
+        arguments = sites.arguments_of(node)
+        image = val_of(arguments.image)
+        if image.dim() != 5:
             continue
         directions = sites.directions_of(node)
-        if groups != 1:
+        if arguments.groups != 1:
             grouped += [sites.site_of(node, direction) for direction in directions]
-        elif val_of(image).dtype in HALF and not _is_last(val_of(image)):
+        elif image.dtype in HALF and not _is_last(image):
             saved_ms += 1e3 * _SAVED * len(directions) * sites.convolution_s(node, device)
     if not saved_ms:
         return 0.0

@@ -112,21 +112,31 @@ def call_of(
     node: fx.Node, sites: Sequence[Site], constraints: choosing.Constraints,
     causal: Causal | None = None, **fields: Any,
 ) -> str:  # fmt: skip
-    """Return the text argument of confpred's operator that replaces `node`, a convolution or its
-    backward; `constraints` are for tensors of other sizes than those of the capture."""
+    """Return how confpred's operator computes `node`, a convolution or its backward, as the text
+    that is an argument of that operator.
+
+    Args:
+        node: the convolution or its backward.
+        sites: its directions, with the choices for the sizes of the capture.
+        constraints: bound those choices, and those for tensors of other sizes.
+        causal: the causal convolution that `node` is a part of.
+        fields: further ones of `Call`, such as an activation.
+    """
+    arguments = arguments_of(node)
     hints = {site.direction: _hint(site) for site in sites}
     geometry: Any = geometry_of(node) if causal is None else causal.geometry()
     fields |= {"constraints": constraints, "cut": 0 if causal is None else causal.cut}
-    if arguments_of(node)[6]:
-        fields["output_padding"] = tuple(arguments_of(node)[7])
+    if arguments.transposed:
+        fields["output_padding"] = tuple(arguments.output_padding)
     if node.target is CONVOLUTION:
         return Call(geometry, hints=(hints["fprop"], None), **fields).text()
-    both, mask = (hints.get("dgrad"), hints.get("wgrad")), tuple(arguments_of(node)[9])
-    return Call(geometry, hints=both, mask=mask, **fields).text()
+    both = hints.get("dgrad"), hints.get("wgrad")  # None: it is not computed
+    return Call(geometry, hints=both, mask=tuple(arguments.mask), **fields).text()
 
 
 def _hint(site: Site) -> Assignment | None:
-    """Return the assignment for the sizes of the capture; None without a problem."""
+    """Return the assignment for the sizes of the capture, of PyTorch's operator where nothing else
+    is chosen; None without a problem."""
     if site.problem is None:
         return None
     candidate = site.choice.candidate if site.choice and site.is_lowered else PYTORCH_OPERATOR
@@ -137,17 +147,17 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
     """Return the site of a convolution, or of a direction of its backward, with its problem or why
     there is none; `fields` are further ones of the problem."""
     arguments = arguments_of(node)
-    image, filters = map(val_of, arguments[:2])
+    image, filters = val_of(arguments.image), val_of(arguments.filters)
     site, geometry = Site(name_of(node), direction), geometry_of(node)
     if causal is not None:
         image, geometry = val_of(causal.x), causal.geometry()
         fields["cut"] = causal.cut
     sizes, filter_sizes = sizes_of(image), [s for s in filters.shape if isinstance(s, int)]
-    if arguments[6]:  # its result is the gradient of an image
+    if arguments.transposed:  # its result is the gradient of an image
         sizes = sizes_of(val_of(node if node.target is CONVOLUTION else node.args[0]))
         direction = TURNED[direction]
         fields |= {"bias": False} if direction == "wgrad" else {}
-        if not all(type(n) is int for n in arguments[7]):
+        if not all(type(n) is int for n in arguments.output_padding):
             geometry = None
     if geometry is None or len(filter_sizes) != filters.dim():
         site.why = "a filter or geometry of an open size"
@@ -174,29 +184,46 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
     return site
 
 
-def arguments_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a convolution, which its backward has behind a gradient: image,
-    filter, bias, stride, padding, dilation, whether it is transposed, another padding, groups."""
-    return node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args
+class Arguments(NamedTuple):
+    """Arguments of PyTorch's operator for a convolution. Its backward has the sizes of the bias for
+    `bias`, and a mask of the gradients that it computes."""
+
+    image: Any
+    filters: Any
+    bias: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    transposed: Any
+    output_padding: Any
+    groups: Any
+    mask: Any = ()
+
+
+def arguments_of(node: fx.Node) -> Arguments:
+    """Return the arguments of a convolution, or of its backward without the gradient."""
+    return Arguments(*(node.args[1:] if node.target is CONVOLUTION_BACKWARD else node.args))
 
 
 def directions_of(node: fx.Node) -> list[str]:
     """Return the directions that a convolution, or its backward, computes."""
     if node.target is CONVOLUTION:
         return ["fprop"]
-    mask: Any = node.args[10]
+    mask = arguments_of(node).mask
     return [name for name, wanted in zip(("dgrad", "wgrad"), mask, strict=False) if wanted]
 
 
 def geometry_of(node: fx.Node) -> Geometry | None:
     """Return stride, padding, dilation, groups of a convolution or its backward. None where one of
     them is of an open size, or has not a number for each spatial dimension."""
-    _, filters, _, *axes, _, _, groups = arguments_of(node)[:9]
-    stride, padding, dilation = axes = [tuple(v) for v in axes]
-    numbers, rank = [*stride, *padding, *dilation, groups], val_of(filters).dim() - 2
+    arguments = arguments_of(node)
+    axes = arguments.stride, arguments.padding, arguments.dilation
+    stride, padding, dilation = map(tuple, axes)
+    numbers = [*stride, *padding, *dilation, arguments.groups]
+    rank = val_of(arguments.filters).dim() - 2
     if any(len(axis) != rank for axis in axes) or not all(type(n) is int for n in numbers):
         return None
-    return stride, padding, dilation, groups
+    return stride, padding, dilation, arguments.groups
 
 
 def sizes_of(image: Tensor) -> list[Any]:
@@ -234,9 +261,10 @@ def name_of(node: fx.Node) -> str:
 def convolution_s(node: fx.Node, device: Device) -> float:
     """Return the seconds that a direction of a convolution is expected to take, by its bytes and
     operations."""
-    image, filters = map(val_of, arguments_of(node)[:2])
+    arguments = arguments_of(node)
+    image, filters = val_of(arguments.image), val_of(arguments.filters)
     out = val_of(node) if node.target is CONVOLUTION else val_of(node.args[0])
-    if arguments_of(node)[6]:
+    if arguments.transposed:
         image, out = out, image  # transposed: each pixel of the input meets the filter
     moved = sum(elements_of(t) * t.dtype.itemsize for t in (image, filters, out))
     flops = 2.0 * elements_of(out) * elements_of(filters) / (sizes_of(filters)[0] or 1)

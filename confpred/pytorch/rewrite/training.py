@@ -32,14 +32,14 @@ def lower_convolutions(
     for node in graph.nodes:
         if node.target not in (sites.CONVOLUTION, sites.CONVOLUTION_BACKWARD):
             continue
-        image, _, bias, *_, groups = sites.arguments_of(node)[:9]
-        if not sites.is_image(image):
+        arguments = sites.arguments_of(node)
+        if not sites.is_image(image := arguments.image):
             continue
         if node.target is sites.CONVOLUTION:
-            own = [sites.site_of(node, "fprop", bias=bias is not None)]
+            own = [sites.site_of(node, "fprop", bias=arguments.bias is not None)]
         else:
-            mask: Any = node.args[10]
-            sums = mask[2] and isinstance(groups, int) and sums_bias(groups)
+            mask = arguments.mask
+            sums = mask[2] and isinstance(arguments.groups, int) and sums_bias(arguments.groups)
             fields: Any = {"bias": sums, "deterministic": is_deterministic()}
             own = [sites.site_of(node, "dgrad")] * mask[0]
             own += [sites.site_of(node, "wgrad", **fields)] * mask[1]
