@@ -275,7 +275,7 @@ def _offered(
         judged: the timings of each problem on a device, and their scores, by family.
         pytorch_ms: times of PyTorch's operator.
         ratio: model of its times; with one, problems that it was not timed for have no answer.
-        gate: leaves out families that the problem is not for. What that costs is in the answer:
+        gate: leaves out families that the problem is not for. The answer has its cost, too:
             `our_best_ms` is of all families.
     """
     for (device, problem), by_family in judged.items():
