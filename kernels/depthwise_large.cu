@@ -5,13 +5,14 @@
 //                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
 //
 // Input gradient: `in` is the output's gradient, the filter is rotated by half a turn (FLIP), and the
-// padding is R - 1 and S - 1 less the layer's.
+// padding is R - 1 and S - 1, each less the layer's padding.
 //
 // Within one channel and one filter row, eight neighbouring outputs of 16 rows are the product of the input
 // columns that they are made of with a banded matrix of the filter row's taps. The columns come in *units* of
 // eight; SPAN units make eight outputs:
 //
-//                unit 0        unit 1              outputs 0 ... 7
+//            columns of the input              outputs 0 ... 7 of a row
+//                unit 0        unit 1
 //   row 0   | in0 ... in7 | in8 ... in15 |     | f0                |
 //   row 1   | in0 ... in7 | in8 ... in15 |     | f1 f0             |  unit 0 of B
 //   ...     |             |              |  x  |  :  :  .          |
@@ -51,16 +52,17 @@
 // columns in which the whole block reads padding are left out. At the end the results replace the
 // ring, to be stored with the channels of a pixel together.
 //
-// Zeros of the band are multiplied too: an infinity or NaN makes NaN of outputs of its channel within 16 columns of
-// those that it is part of.
+// Zeros of the band are multiplied too, and so are filter rows before the first and behind the last one: an infinity or
+// NaN makes NaN of outputs of its channel within 16 columns of those that it is part of and, with several TILES_M, fewer
+// than 2 TILES_M rows above and below them.
 //
 // Parts:
 //   block   BLOCK_C channels, a warp each, of IMAGES images
 //   warp    one channel of 16 TILES_M rows by 8 TILES_N columns, in registers
 //   thread  fragments of mma.m16n8k16, and accesses of VEC channels
 //
-// Bound: the tensor cores from 13x13 filters on: about (S + 8) R multiply-adds an output, of 1,024 or more that a
-// multiprocessor does in a clock; the 4 bytes of an output take 0.3 clocks.
+// Bound: the tensor cores from 13x13 filters on: 8 SPAN R multiply-adds an output, about (S + 8) R, of 1,024 or more
+// that a multiprocessor does in a clock; the 4 bytes of an output take 0.3 clocks.
 //
 // Instructions: mma, as ordinary arithmetic does 128 multiply-adds in a clock: 961 of a 31x31 filter take 7.5, the
 // band's 1,240 take 1.2. Loads go through registers, not cp.async, because they spread channels over planes.
@@ -72,7 +74,7 @@ constexpr int STRIP = 16 / IMAGES;                // rows of a tile in an image
 constexpr int ROWS = STRIP * TILES_M;             // output rows of a block in an image
 constexpr int SPAN = (S + 14) / 8;                // units that eight outputs are made of
 constexpr int PAIRS = (TILES_N + SPAN) / 2;       // pairs of units of a row
-constexpr int PITCH = 32 * PAIRS + 16;            // bytes of a row; ldmatrix meets no bank twice in eight of them
+constexpr int PITCH = 32 * PAIRS + 16;            // bytes of a row; ldmatrix meets no bank twice in eight neighbours
 constexpr int RING = STRIP + PART / TILES_M - 1;  // rows of one remainder of TILES_M
 constexpr int IMAGE = TILES_M * RING * PITCH;     // bytes
 constexpr int CHANNEL = IMAGES * IMAGE;
@@ -101,13 +103,13 @@ __device__ __forceinline__ void multiply(Sums& acc, const Taps& taps, const u32 
             const u32 b_left = b[has_left ? unit : 0], b_right = b[has_right ? unit + 1 : 0];
             const u32 right[4] = {a[2], a[3], 0, 0};
             if (has_left && has_right) mma_k16(acc[m][tile], a, b_left, b_right);
-            else if (has_left) mma_k8(acc[m][tile], a, b_left);
+            else if (has_left) mma_k8(acc[m][tile], a, b_left);  // which reads the first two words
             else if (has_right) mma_k8(acc[m][tile], right, b_right);
         }
     }
 }
 
-// Puts a warp's results where `to` is their first word, with the bias, the residual that is there, and the activation.
+// Puts a warp's results, of which `to` is this lane's first word, with the bias, the residual that is there, and the activation.
 __device__ __forceinline__ void finish(u8* to, const Sums& acc, float bias_value) {
 #pragma unroll
     for (int m = 0; m < TILES_M; ++m)
@@ -226,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_larg
     __syncthreads();
 
     // ---- Results
-    // Calls run(planes of a pair of results, offset of their pixels, their channels, whether there is a second one).
+    // Calls run(a pair of results in the first of its 8 planes, offset of its pixels, its channels, whether there is a
+    // second pixel).
     const auto for_results = [&](const auto& run) {
         for (int item = tid; item < GROUPS * 4 * TILES_N * 16 * TILES_M; item += THREADS) {
             int rest = item;

@@ -14,7 +14,8 @@
 // config:
 //
 //   BLOCK_N, BLOCK_Q   images and columns of a block's tile: one *pixel row* is BLOCK_N * BLOCK_Q
-//                      pixels, cut in 16-pixel tiles for the tensor cores
+//                      pixels, cut in 16-pixel tiles for the tensor cores (dgrad with stride 2: twice
+//                      as many columns of the output, even and odd ones)
 //   BLOCK_C            channels of a block
 //   WARPS_C, WARPS_M   how the warps divide those channels and those pixel tiles
 //   STAGES             input rows in flight in shared memory
@@ -22,7 +23,8 @@
 //
 // A block walks down a band of output rows. Every step brings in one input row, which meets all R
 // filter rows while it is in registers: it feeds the R output rows that it overlaps, kept in a
-// circular buffer of accumulators. So an input row is read from shared memory once, not R times.
+// circular buffer of accumulators. So an input row is read from shared memory once for each shift of columns, and not
+// again for each of the R filter rows.
 //
 //        input row i ----+---- filter row 0 --> output row i        (opened by this step)
 //                        +---- filter row 1 --> output row i - 1
@@ -44,15 +46,15 @@
 //        input row i      ----+---- filter rows 0, 1, 2 (rotated) --> output rows 2i + 1, 2i, 2i - 1
 //
 // Dilation changes only the grid: rows (and columns) of a dilated layer fall into interleaved lattices, each an
-// undilated layer of its own. A block computes one lattice, in steps of several rows.
+// undilated layer of its own. A block computes one lattice, in steps of two rows of the tensor.
 //
 // Parts:
 //   block   BLOCK_C channels of BLOCK_N images by BLOCK_Q columns, down a band of rows
 //   warp    WARP_CHANNELS channels of WARP_TILES tiles of 16 pixels
 //   thread  fragments of mma.m16n8k16, and LOADS and STORES parts of 16 bytes
 //
-// Bound: bytes up to groups of 32 channels or so: a 3x3 filter does 4.5 FLOP a byte and channel of a group, and an
-// H100 has 257 FLOP in the time of a byte.
+// Bound: bytes up to groups of 32 channels or so: a 3x3 filter does 4.5 GW FLOP for a byte, 144 in groups of 32 channels
+// and 288 in groups of 64, and an H100 has 257 FLOP in the time of a byte.
 //
 // Instructions: mma.sync with 16 pixels by 8 channels is the smallest tensor-core product, so narrow groups waste
 // least; wgmma starts at 64 pixels in a layout of its own, and not before sm_90. ldmatrix reads a shifted row at no
@@ -85,7 +87,7 @@ constexpr int M = BLOCK_N * BLOCK_Q;
 constexpr int M_TILES = (M + 15) / 16;
 constexpr int OUT_PIXELS = (UP_W - 1) * M_TILES * 16 + M;  // even columns of all tiles, then odd ones
 constexpr int OUT_BYTES = UP_W * M_TILES * 16 * PIXEL_BYTES;
-constexpr int OUT_ROWS = UP_H * (DOWN_H == 2 ? 1 : 2);  // with stride 2 a step that stages follows one that stores
+constexpr int OUT_ROWS = UP_H * (DOWN_H == 2 ? 1 : 2);  // fprop, stride 2: no step both stages a row and stores one
 constexpr int WARP_TILES = M_TILES / WARPS_M;
 
 constexpr int WIDTH = GW < 8 ? 8 : GW;           // channels of a group on the tensor cores
@@ -125,6 +127,7 @@ using Accumulators = float[UP_W][WARP_GROUPS][WARP_TILES][N_TILES][4];
 
 // Step `step` and filter row r make output row output_row(step, r), if they meet at all; it lives in
 // live_row(step, r) of the circular buffer.
+// (R * PERIOD rows more leave no remainder, and keep the row from being negative.)
 __device__ __forceinline__ constexpr bool meets(int step, int r) { return (step + r) % DOWN_H == 0; }
 __device__ __forceinline__ constexpr int output_row(int step, int r) { return (UP_H * step + UP_H - 1 - r) / DOWN_H; }
 __device__ __forceinline__ constexpr int live_row(int step, int r) { return output_row(step + R * PERIOD, r) % LIVE; }
@@ -157,9 +160,10 @@ __device__ __forceinline__ u32 filter_pair(const u16* filter, int k, int c, int 
     return from[0] | static_cast<u32>(from[R * S * GW]) << 16;
 }
 
-// Along each axis, with `lattice` below the lattice's number (0 where there is one only):
-//   output index = out_origin + lattice + step * out_step, out_step being also the number of lattices (1 or 2)
-//   input index of the first shift at step 0 = in_origin + lattice * in_lattice; then onwards by in_step
+// Along each axis, where `lattice` is the number of the lattice, 0 where there is one only:
+//   output index = out_origin + lattice + position * out_step, out_step being also the number of lattices (1 or 2,
+//   so that & (out_step - 1) and >> (out_step - 1) are the remainder and the quotient)
+//   input index of the first shift at position 0 = in_origin + lattice * in_lattice; then onwards by in_step
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
 #if !DGRAD
@@ -341,12 +345,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_rows(
 #pragma unroll
     for (int t = 0; t < WARP_TILES; ++t) {
         int m = (warp_m * WARP_TILES + t) * 16 + lane % 16;
-        if (m >= M) m = 0;  // rows past the tile compute garbage that is never stored
+        if (m >= M) m = 0;  // rows past the tile repeat pixel 0, and are never stored
         fragment_from[t] = in_shared + (m / BLOCK_Q * ROW_X + m % BLOCK_Q) * PIXEL_BYTES + warp_group * 2 +
                            lane / 16 * (WIDTH == 8 ? NEXT_SHIFT * PIXEL_BYTES : 16);
     }
     // The filter in shared memory lies as in global memory, channel by channel of the layer's output:
-    // in dgrad those are the input channels, and ldmatrix transposes.
+    // in dgrad those are the channels of `in`, and ldmatrix transposes.
     const u32 filter_from =
         DGRAD ? filter_shared + (warp_group + lane % 16) * FILTER_BYTES + (warp_channel - warp_group) * 2 + lane / 16 * 16
               : filter_shared + (warp_channel + lane % 8 + lane / 16 * 8) * FILTER_BYTES + lane / 8 % 2 * 16;

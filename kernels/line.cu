@@ -9,18 +9,20 @@
 //   TILE     outputs of a thread at a time, in registers
 //   lanes    threads side by side along a row; the block's others take the next rows
 //   turns    tiles of a thread, one after the other, `lanes` tiles apart
+//   threads  about as many are a block, which decides how many rows it has
 //
 // A thread loads all inputs of a tile, then adds it up; neighbours read what they share from the L1 cache. What
-// bounds it is memory: a row is read once and written once from there, in accesses of 16 bytes where the rows' lengths
-// allow. Where they do not (OUT_VEC), a block's outputs go through shared memory, so that a warp's stores are one run.
+// bounds it is memory: a row is read once and written once from there, in accesses of up to 16 bytes, as far as they
+// divide a tile and the rows (OUT_VEC elements of the output). Outputs whose accesses have fewer than 8 bytes go through shared memory, so that
+// neighbouring threads store neighbouring elements.
 //
 // Parts:
 //   block   `lanes` tiles along a row, by as many rows as threads allow
 //   thread  TILE outputs at a time, `turns` times
-//   warp    no part of its own
+//   warp    32 such threads, nothing more
 //
-// Bound: bytes, up to some 40 taps in float16, by the multiply-adds of float32 that an H100 does in the time of an
-// output's 4 bytes.
+// Bound: bytes, up to some 40 taps in float16: so many multiply-adds of float32 an H100 does in the time of an output's 4
+// bytes.
 //
 // Instructions: float32 multiply-adds on registers, whose indices are all compile-time; accesses of 16 bytes where a
 // row's length allows. Tensor cores would need the band of depthwise_banded.cu, and memory is the bound without them.
@@ -50,7 +52,8 @@ static_assert(STAGED == HOST_STAGED, "the host gives shared memory to blocks tha
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) line(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
-    const Element* __restrict__ bias, const Element* __restrict__ residual, int rows, int k, int multiplier, int w, int q,
+    const Element* __restrict__ bias, const Element* __restrict__ residual,
+    int rows, int k, int multiplier, int w, int q,  // rows: images by k channels, of q outputs and w inputs
     int first, int lanes, int rows_at_once, int turns, int q_blocks) {
     extern __shared__ __align__(16) Element staged[];
 
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) line(
 
     for (int turn = 0; turn < turns; ++turn) {
         const int tile0 = (blockIdx.x % q_blocks * turns + turn) * lanes, o0 = (tile0 + lane) * TILE;
-        if (tile0 * TILE >= q) break;
+        if (tile0 * TILE >= q) break;  // all of the block, which has barriers below
         float acc[TILE];
         if (works && o0 < q) {
             Window x;

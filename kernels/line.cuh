@@ -5,15 +5,16 @@
 //
 //   UP * y = DOWN * o + DILATION * s - pad      forward: UP 1, DOWN the stride; gradient of the input: the other way round
 //
-// A tile has TILE outputs from o0 on, a multiple of TILE. The range of its inputs begins at an access of IN_VEC
+// A tile has TILE outputs from o0 on, a multiple of TILE. The span of its inputs begins at an access of IN_VEC
 // elements that does not cross a row's end, as IN_VEC divides the rows: at y0 = DOWN * o0 / UP + first. With a pad of 3,
 // with 4 elements an access, 4 taps and 8 outputs (UP = DOWN = DILATION = 1):
 //
 //   y                 -4 -3 -2 -1 | 0  1  2  3 | 4  5  6  7      VECTORS = 3, first = -4, PHASE = 1
 //   output 0 reads        ^  ^  ^   ^
-//   output 7 reads                            ^    ^  ^  ^
+//   output 7 reads                                ^  ^  ^  ^
 //
-// PHASE is where output 0 meets tap 0, times UP: it depends on pad alone, which is not compiled in otherwise.
+// PHASE is the element of the span at which output 0 meets tap 0, times UP: -pad without its whole accesses. So layers
+// whose pads differ by whole accesses share a kernel.
 #pragma once
 #include "depthwise.cuh"
 

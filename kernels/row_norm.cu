@@ -1,12 +1,12 @@
 // Layer norm and RMS norm with their activation (row_norm.cuh has the layout). The mean comes first, then the squares of
-// the distances from it, both from registers: exact however far the mean is from zero.
+// the distances from it, both from registers: no digits are lost however far the mean is from zero.
 //
 //   out = activation((in - mean) * invstd * weight + bias + residual)
 //
 // HELD: weight and bias stay in registers over all rows of a block; otherwise a block has one round of rows.
 //
 // Compile-time, beside what row_norm.cuh lists: DTYPE, ACTIVATION, HAS_RESIDUAL, CENTRED (a mean is subtracted),
-// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors larger than the L2 cache).
+// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors of more than 32 MiB, of which an L2 cache keeps little).
 //
 // Parts:
 //   block   THREADS / LANES rows at once, and further rows
@@ -15,7 +15,7 @@
 //
 // Bound: bytes, each tensor crosses memory once, as in the floor.
 //
-// Instructions: a row stays in registers between its two sums, so nothing is read twice; shuffles (shfl.xor) add
+// Instructions: a row stays in registers between its two sums, so nothing is read twice; shuffles (shfl.sync.bfly) add
 // within a warp. AHEAD has the next row under way while this one waits for its sums.
 //
 // Share of the floor:
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
     const Element* const from[] = {in, residual};
     Lane lane(rows, channels);
     Row<1 + HAS_RESIDUAL> row, next;
-    if (AHEAD || !HELD) row.load(from, lane, lane.row);
+    if (AHEAD || !HELD) row.load(from, lane, lane.row);  // the first row, or the only one; else the loop loads each
     Weights weights;
     if (HELD) weights.load(weight, bias, lane);
     const float count = static_cast<float>(channels), added = *eps;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
             row.of[0][a].to_floats(x[a]);
-            float part = 0.0f;  // accesses are added up side by side
+            float part = 0.0f;  // a sum for each access, so that additions need not wait for one another
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) part += x[a][v];
             sum[0] += part;
@@ -72,18 +72,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm(
                 x[a][v] -= centre;
                 part += x[a][v] * x[a][v];
             }
-            if (lane.has(a)) squares[0] += part;
+            if (lane.has(a)) squares[0] += part;  // zeros of the others are not at the mean
         }
         add_row(squares, turn);
+        // One over the deviation.
         const float deviation = inverse_deviation(squares[0] / count, added);
         if (CENTRED && lane.is_first()) mean[lane.row] = centre;
         if (lane.is_first()) invstd[lane.row] = deviation;
-        if (!HELD) weights.load(weight, bias, lane);
+        if (!HELD) weights.load(weight, bias, lane);  // so late, as until here registers are few
 #pragma unroll
         for (int a = 0; a < ACCESSES; ++a) {
             if (!lane.has(a) || lane.row >= rows) continue;
             float more[VECTOR];
-            if (HAS_RESIDUAL) row.of[HAS_RESIDUAL][a].to_floats(more);
+            if (HAS_RESIDUAL) row.of[HAS_RESIDUAL][a].to_floats(more);  // that is row.of[1]
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 float z = argument(x[a][v], __fmul_rn(weights.weight[a][v], deviation), weights.bias[a][v]);

@@ -263,7 +263,9 @@ _SHOWN = 5
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option("--budget", default="3m", show_default=True, help="Begin no problem after this long.")
-@pytorch_option(help="Time PyTorch's operator too.")
+@pytorch_option(
+    help="Time layers too whose fastest was PyTorch's operator, and compare cuDNN's version."
+)
 @timeout_option
 @json_option(help="Print the whole result as JSON.")
 def drift(
@@ -278,18 +280,18 @@ def drift(
 ) -> None:
     """Time a few of a model's configs again, to check the model.
 
-    A random set of the layers that the model was trained on is launched with the config that was
-    the fastest then, and its time is compared with the measured one.
+    Random layers that the model was trained on, about as many for each kernel that was the fastest
+    of one, are launched with what was the fastest then, and their times are compared.
 
     \b
     ok                        times are as the model expects
-    driver or cuDNN changed   the same, under other versions than it was measured with
+    driver or cuDNN changed   so they are, with other versions than those it was measured with
     drifted                   times differ: another clock, a neighbour, a driver
     kernels changed           it was trained on other kernels than those installed
 
-    Exit code: 0 for the first two, 1 for the last two; then `confpred retrain` makes a model that
-    holds. (A changed kernel, driver or cuDNN is also noticed without this command: one warning when
-    a model is loaded, or when it first chooses inside PyTorch.)
+    Exit code: 0 for the first two, 130 after Ctrl-C, 1 for the last two; then `confpred retrain`
+    makes a model that holds. (A changed kernel, driver or cuDNN is also noticed without this
+    command: one warning when a model is loaded, or when it first chooses inside PyTorch.)
 
     \b
     confpred drift
@@ -297,25 +299,27 @@ def drift(
     """
     budget_s, silence_s = parse_duration("budget", budget), parse_duration("timeout", timeout)
     check_pytorch(pytorch)
-    runs, described = find_gpu(device)
-    used = _model_in_use(model, described)
+    runs, gpu = find_gpu(device)
+    used = _model_in_use(model, gpu)
     from confpred.retraining.drift import time_again
     from confpred.sampler.progress import count_interrupts
     from confpred.sampler.run import Sampling
 
     settings = Sampling(pytorch=pytorch, processes=cores(), budget_s=budget_s, silence_s=silence_s)
     with count_interrupts() as interrupts:
-        check = time_again(
-            used,
-            runs,
-            settings,
-            count=count,
-            seed=seed,
-            cudnn=_cudnn() if pytorch else "",
-            interrupts=lambda: interrupts.count,
-        )
-    if interrupts.count:
-        sys.exit(128 + interrupts.signal)
+        try:
+            check = time_again(
+                used,
+                runs,
+                settings,
+                count=count,
+                seed=seed,
+                cudnn=_cudnn() if pytorch else "",
+                interrupts=lambda: interrupts.count,
+            )
+        finally:  # also where too few were timed for a verdict
+            if interrupts.count:
+                sys.exit(128 + interrupts.signal)
     click.echo(json.dumps(check.to_json(), indent=1) if as_json else "\n".join(drift_lines(check)))
     sys.exit(0 if check.holds else 1)
 

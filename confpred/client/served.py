@@ -1,8 +1,8 @@
 """A predictor that asks the service and delays no program for long; ``CONFPRED_URL`` turns it on.
 
 The first request about a layer waits for the service, up to ``CONFPRED_URL_WAIT_MS``. Then the
-model of this process answers, and the service's answer is cached for the next request. While the
-service is late, no request waits for it; it is still asked in the background.
+model of this process answers, and the service's answer is cached for the next request. From then
+on no request waits, and the service is asked in the background, until it answers in time again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -114,10 +115,12 @@ class ServedPredictor(Predictor):
             futures = {background.under_way.get((p, device, top)) for p in missing} - {None}
             _, late = wait(filter(None, futures), self._patience_s)
             if late:
-                self._lose_patience(f"no answer within {self._patience_s * 1e3:g} ms")
+                self._stop_waiting(f"no answer within {self._patience_s * 1e3:g} ms")
 
     def _ask(self, problems: Sequence[Record], device: Device, top: int) -> None:
-        """Ask the service, in a thread, and cache its answers."""
+        """Ask the service, in a background thread, and cache its answers. Requests wait for it from
+        the next answer in time on, and no more after an error, which is logged."""
+        begun = time.monotonic()
         try:
             answers: list[_Choices]
             if top == 1:
@@ -125,13 +128,14 @@ class ServedPredictor(Predictor):
             else:
                 answers = [tuple(self._client.rank(p, device, top)) for p in problems]
         except ConfpredError as error:
-            return self._lose_patience(str(error))
+            return self._stop_waiting(str(error))
         for problem, choices in zip(problems, answers, strict=True):
             self._cache(top).put((problem, device, top), choices)
-        self._answers_in_time = True
+        if time.monotonic() - begun <= self._patience_s:
+            self._answers_in_time = True
         return None
 
-    def _lose_patience(self, reason: str) -> None:
+    def _stop_waiting(self, reason: str) -> None:
         if self._answers_in_time:
             log.warning("%s: %s; choosing in this process meanwhile", self._client.url, reason)
         self._answers_in_time = False

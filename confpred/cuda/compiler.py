@@ -75,7 +75,8 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def program_text(spec: KernelSpec) -> str:
-    """Return the whole program that NVRTC is given: the config as macros, then the kernel."""
+    """Return the whole program that NVRTC is given: the config as macros, then the kernel. Raises
+    FileNotFoundError where there is no such kernel."""
     return f'{_header(spec)}#line 1 "{spec.file}"\n{file_text(spec.file)}'
 
 
@@ -171,19 +172,20 @@ def with_line_info(spec: KernelSpec, arch: str, folder: Path) -> bytes:
 
 def ptx_of(spec: KernelSpec, arch: str) -> str:
     """Return the PTX that NVRTC makes of `spec`, before the assembler; needs no GPU, and raises as
-    `compile_kernel` does."""
-    nvrtc_version()
+    `compile_kernel` and `program_text` do."""
+    nvrtc_version()  # says how to install NVRTC where it is not
+    # cuda.core, which compiles above, asks the driver before it makes PTX, and there may be none.
     from cuda.bindings import nvrtc
 
     text, name = program_text(spec).encode(), spec.file.encode()
     with uninterrupted:
         _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
-        arguments = options(f"compute_{arch[3:]}").as_bytes("nvrtc", "ptx")
+        arguments = options(arch.replace("sm_", "compute_")).as_bytes("nvrtc", "ptx")
         (refused,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
-        log, ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
+        read_log, read_ptx = nvrtc.nvrtcGetProgramLog, nvrtc.nvrtcGetPTX
         size_of = nvrtc.nvrtcGetProgramLogSize if refused else nvrtc.nvrtcGetPTXSize
         buffer = bytearray(size_of(program)[1])
-        (log if refused else ptx)(program, buffer)
+        (read_log if refused else read_ptx)(program, buffer)
         nvrtc.nvrtcDestroyProgram(program)
     result = buffer.rstrip(b"\0").decode()
     if refused:

@@ -173,8 +173,8 @@ class Tabled(ABC):
         """Return whether the kernel computes `problem`, whose direction is the family's."""
 
     @abstractmethod
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
-        """Return the rows of `table` that the cheap rules allow; `_rules` looks at these alone."""
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
+        """Return the rows of `table` that cheap rules allow; `_costly_rules` sees these alone."""
 
     @abstractmethod
     def _cut(self, problem: Any, t: Columns) -> Workings:
@@ -183,8 +183,8 @@ class Tabled(ABC):
         of this from its macros too, and asserts that both agree (`common.agreed_macros`)."""
 
     @abstractmethod
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
-        """Return which of the rows left by `_first`, whose `_cut` is `w`, are legal."""
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+        """Return which of the rows left by `_cheap_rules`, whose `_cut` is `w`, are legal."""
 
     @abstractmethod
     def _derived(self, problem: Any, device: Device, t: Columns, w: Any) -> dict[str, Floats]:
@@ -201,11 +201,11 @@ class Tabled(ABC):
     def offered(self, problem: Any, device: Device, table: Table) -> tuple[Any, Rows, Any]:
         """Return the legal pairs; see `confpred.families.protocol.Batched`."""
         problem = _batch(problem)
-        first = self._first(problem, device, table)
-        problem, at = problem.pairs(np.arange(len(table.rows)), first)
+        allowed = self._cheap_rules(problem, device, table)
+        problem, at = problem.pairs(np.arange(len(table.rows)), allowed)
         t = table.at(at)
         cut = self._cut(problem, t)
-        legal = self._rules(problem, device, t, cut)
+        legal = self._costly_rules(problem, device, t, cut)
         problem, at = problem.pairs(at, legal)
         return problem, at, self._completed(picked(cut, legal), problem, table, at)
 
@@ -256,7 +256,7 @@ class Shaped(Tabled):
         """Return the resources and the work of a block, arrays over all rows of `table`, and
         ``fits``: the rows that are legal by these alone."""
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         def fits(p: Problem) -> Mask:
             shape = self._shape(p, table)
             return shape.fits & (shape.smem_bytes <= device.smem_per_block)

@@ -278,28 +278,27 @@ class ConvNd(Record):
         """Return the convolution of channels-last images that is the same computation on the same
         memory; None if there is none.
 
-        An axis without taps and stride is one more of the batch where it is the first, and one more
-        of the width where a filter has nothing in the two others.
+        An axis on which the filter has one tap, no stride and no padding mixes nothing. If depth is
+        one, its slices are further images of the batch. If height and width both are, they are
+        flattened into the image's width, and depth becomes its height.
         """
         if not self.is_channels_last or self.cut:
             return None
-        if self.direction == "dgrad" and (self.bias or self.residual or self.activation != "none"):
-            return None
         n, (d, h, w), (t, r, s) = self.n, self.input_shape, self.filter_shape
-        plain = [
+        unmixed = [
             (taps, stride, padding) == (1, 1, 0)
             for taps, stride, padding in zip(
                 self.filter_shape, self.stride, self.padding, strict=True
             )
         ]
-        at: tuple[int, int] = (1, 2)
-        if plain[0]:
+        image_axes: tuple[int, int] = (1, 2)
+        if unmixed[0]:
             n *= d
-        elif plain[1] and plain[2]:
-            h, w, r, s, at = d, h * w, t, 1, (0, 2)
+        elif unmixed[1] and unmixed[2]:
+            h, w, r, s, image_axes = d, h * w, t, 1, (0, 2)
         else:
             return None
-        axes: Any = {name: tuple(getattr(self, name)[i] for i in at) for name in _NEUTRAL}
+        axes: Any = {name: tuple(getattr(self, name)[i] for i in image_axes) for name in _NEUTRAL}
         fields: Any = {
             name: getattr(self, name)
             for name in (
@@ -309,7 +308,7 @@ class ConvNd(Record):
         }  # fmt: skip
         try:
             return Problem(n=n, h=h, w=w, r=r, s=s, **axes, **fields)
-        except InvalidProblem:  # too large, as an image
+        except InvalidProblem:  # too large as an image, or a gradient with an epilogue
             return None
 
     def __str__(self) -> str:

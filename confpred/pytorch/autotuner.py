@@ -159,7 +159,8 @@ class Tuned(Autotuner):
 
     @cached_property
     def family(self) -> TritonFamily:
-        """The kernel as a family, for the registry."""
+        """The kernel and its configs as a family, for the registry, models and measurements. Its
+        digest is of the kernel's source, so that a model is of one state of the kernel."""
         function = plain_function(self.fn)
         return TritonFamily(
             self._name or function.__name__,
@@ -169,7 +170,7 @@ class Tuned(Autotuner):
             triton.__version__,
             self._features,
             self.example_call,
-            self._choices,
+            self._choices,  # words that an argument of the key may be
         )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -117,7 +117,7 @@ class Subject:
         arguments = self.arguments()
 
         def infer() -> Any:
-            with torch.no_grad():
+            with torch.no_grad():  # and without autocast, as the model is in half precision
                 return forward(*arguments)
 
         if not self.training:
@@ -126,7 +126,7 @@ class Subject:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, foreach=True)
 
         def train() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # first: `answer` reads gradients after a step
             with self._autocast():
                 out = forward(*arguments)
             loss = self.loss(out)

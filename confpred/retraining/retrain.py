@@ -272,9 +272,11 @@ def check_suite(suite: Suite) -> None:
     """Check that `suite` has problems to train on and problems to judge by.
 
     Raises:
-        DataError: it has no problem of a held-out network, or none of other networks.
-        InvalidInput: it is of a Triton kernel, whose model lies beside the kernel.
+        DataError: it has no problem of a held-out network, or none that only others have.
+        InvalidInput: it is of a Triton kernel, whose model lies beside the kernel, where retraining
+            writes nothing.
     """
+    # All problems of a suite are of one operation.
     if isinstance(suite.entries[0].problem, KernelCall):
         allowed = "a suite of layers; of a Triton kernel, sample more into its folder, then train"
         raise InvalidInput("suite", suite.name, allowed)

@@ -137,21 +137,23 @@ class Whole:
 
 
 def whole(answers: Sequence[Answer]) -> Whole | None:
-    """Return the results of `answers`; None if PyTorch's operator is no candidate."""
-    both = [a for a in answers if a.pytorch_ms is not None]
-    if not both:
+    """Return the results over those of `answers` that have a time of PyTorch's operator; None if
+    none has."""
+    timed = [a for a in answers if a.pytorch_ms is not None]
+    if not timed:
         return None
     ours, best, theirs = (
-        np.array([getattr(a, name) for a in both]) for name in ("ours_ms", "best_ms", "pytorch_ms")
+        np.array([getattr(a, name) for a in timed]) for name in ("ours_ms", "best_ms", "pytorch_ms")
     )
-    left = np.array([a.chosen == PYTORCH_OPERATOR for a in both])
+    left_to_pytorch = np.array([a.chosen == PYTORCH_OPERATOR for a in timed])
     times = {
-        CHOSEN: np.where(left, theirs, ours),
+        CHOSEN: np.where(left_to_pytorch, theirs, ours),
         "always ours": ours,
         "always PyTorch's": theirs,
     }
     speed = theirs / times[CHOSEN]
     return Whole(
+        # One choice of two: it counts as the best of the first k for every k.
         regret={
             name: Summary.of(np.repeat((ms / best)[:, None], len(TOPS), axis=1), [2])
             for name, ms in times.items()
@@ -160,8 +162,8 @@ def whole(answers: Sequence[Answer]) -> Whole | None:
         speed=geomean(speed),
         worst_speed=float(speed.min()),
         slower=int((speed < 1 / (1 + SLOWER)).sum()),
-        pytorch=int(left.sum()),
-        given_away=int((left & (theirs > (1 + SLOWER) * ours)).sum()),
+        pytorch=int(left_to_pytorch.sum()),
+        given_away=int((left_to_pytorch & (theirs > (1 + SLOWER) * ours)).sum()),
     )
 
 

@@ -87,7 +87,7 @@ class AnyWidth(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return anywidth.handles(problem)
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.map(describe_axes)
         return (
             (w.blocks <= common.MAX_INT)

@@ -75,7 +75,7 @@ class AnyWidthWgrad(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return anywidth.handles(problem) and _elements(problem) <= common.MAX_INT
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return (
             (w.blocks <= common.MAX_INT)
             & common.well_filled(

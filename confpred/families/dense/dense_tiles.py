@@ -149,7 +149,7 @@ class DenseTiles(Shaped):
             and all(window == 1 or dilation == 1 for window, dilation in taps)
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.map(_describe_axes)
         return (
             (w.blocks <= common.MAX_INT)

@@ -72,7 +72,7 @@ class DepthwiseImage(Tabled):
     def _handles(self, problem: Problem) -> bool:
         return depthwise.handles(problem) and (self.direction == "fprop" or problem.k <= problem.c)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         vertical, horizontal = problem.map(_describe_axes)
         taps, width = problem.r * problem.s, horizontal.size_out
         return (
@@ -81,7 +81,8 @@ class DepthwiseImage(Tabled):
                 lambda t: (
                     depthwise.accessible(t["vec"], problem)
                     & depthwise.distinct_lanes(problem.k // t["vec"], t["lanes_c"])
-                    # Registers hold small filters at no cost; large ones need shared memory.
+                    # Shared memory pays from 24 elements of a thread's filter on, and registers do
+                    # not hold more than 100.
                     & np.where(t["filter_shared"], taps * t["vec"] >= 24, taps * t["vec"] <= 100)
                 ),
             )
@@ -89,15 +90,17 @@ class DepthwiseImage(Tabled):
                 ("tile_q", "prefetch"),
                 lambda t: (
                     depthwise.worth_loading_ahead(t["prefetch"], taps)
+                    # Each input column of a gradient feeds `up` outputs, which one tile computes.
                     & (t["tile_q"] % horizontal.up == 0)
-                    # A tile twice as wide as the image does the work of a smaller one, slower.
+                    # A tile twice as wide as the image does the work of a smaller one, slower; the
+                    # narrowest tile has 2 columns.
                     & ((t["tile_q"] < 2 * width) | (t["tile_q"] == 2))
                 ),
             )
             & table.by(("bands",), lambda t: common.distinct_bands(vertical.groups, t["bands"]))
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return (
             (w.in_x <= depthwise.MAX_COLUMNS)
             & (w.registers <= common.MOST_ESTIMATED_REGISTERS)

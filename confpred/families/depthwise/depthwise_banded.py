@@ -240,7 +240,7 @@ class Banded(Shaped):
     def _shape(self, problem: Problem, table: Table) -> Workings:
         return table.kept(self._block, problem.r, problem.s, problem.bias, problem.residual)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         height, width = self._walked(problem)
         return (
             table.by(("block_c", "run"), lambda t: suited(t, problem.c, width))
@@ -260,7 +260,7 @@ class DepthwiseBanded(Banded):
         height, width = problem.map(common.image_sizes)[1]
         return height, width
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         return rules(problem, t, w)
 
     def launch(self, problem: Problem, row: int) -> Launch:

@@ -73,11 +73,11 @@ class DepthwiseBandedWgrad(banded.Banded):
     def _walked(self, problem: Any) -> tuple[Any, Any]:
         return problem.p, problem.q
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         added = table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
-        return added & super()._first(problem, device, table)
+        return added & super()._cheap_rules(problem, device, table)
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         splits = t["splits"]
         return (
             banded.rules(problem, t, w, splits)

@@ -79,7 +79,7 @@ class Large(Shaped):
     def _shape(self, problem: Problem, table: Table) -> Workings:
         return table.kept(self._block, problem.r, problem.s, problem.bias)
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         def fits(p: Problem) -> Mask:
             w, t = self._shape(p, table), table.columns
             most, blocks = most_registers(t), t["min_blocks"]
@@ -120,7 +120,7 @@ class DepthwiseLarge(Large):
         "log_work", "log_products", "log_load_bytes", "log_estimate",
     )  # fmt: skip
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         height, width = problem.map(common.image_sizes)[1]
 
         # Tiles less than twice as large as what they cover, or the smallest.
@@ -139,10 +139,10 @@ class DepthwiseLarge(Large):
         return (
             table.by(("images", "tiles_m"), suited)
             & table.by(("tiles_n",), narrow)
-            & super()._first(problem, device, table)
+            & super()._cheap_rules(problem, device, table)
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         counted: Mask = w.blocks <= common.MAX_INT
         return counted
 

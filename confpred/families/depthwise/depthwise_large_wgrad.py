@@ -62,7 +62,7 @@ class DepthwiseLargeWgrad(large.Large):
         "log_work", "log_products", "log_load_bytes", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         def narrow(t: Columns) -> Mask:
             columns = ceil_div(problem.q, 8 * t["units"]) * t["units"]
             wasteful = 4 * columns > 5 * ceil_div(problem.q, 8)
@@ -71,10 +71,10 @@ class DepthwiseLargeWgrad(large.Large):
         return (
             table.by(("units",), narrow)
             & table.by(("bands",), lambda t: common.distinct_bands(problem.p, t["bands"]))
-            & super()._first(problem, device, table)
+            & super()._cheap_rules(problem, device, table)
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         splits = t["splits"]
         rules: Mask = (
             (np.maximum(w.blocks, w.tiles + splits) <= common.MAX_INT)

@@ -77,14 +77,14 @@ class DepthwiseMultiplied(Multiplied):
         "pixel_alignment", "log_work", "log_estimate",
     )  # fmt: skip
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         vec = table.columns["vec"]
         fits = (problem.c % vec == 0) & (vec * problem.itemsize <= 16)
         lanes = depthwise.distinct_lanes(problem.c // vec, table.columns["lanes_c"])
         legal: Mask = fits & lanes & np.ones_like(vec, np.bool_)
         return legal
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         legal: Mask = (
             (w.smem_bytes <= device.smem_per_block)
             & (w.blocks <= common.MAX_INT)
@@ -153,7 +153,7 @@ class DepthwiseMultipliedWgrad(Multiplied):
         "round_waste", "run_bytes", "pixel_alignment", "log_work", "log_sum_bytes", "log_estimate",
     )  # fmt: skip
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         vec, multiplier = table.columns["vec"], problem.map(_multiplier)
         legal: Mask = (
             (problem.k % vec == 0)
@@ -163,7 +163,7 @@ class DepthwiseMultipliedWgrad(Multiplied):
         )
         return legal
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         legal: Mask = (w.lanes * problem.r <= t["threads"]) & depthwise.worth_sharing(t, w, device)
         return legal
 

@@ -68,7 +68,7 @@ class DepthwiseWgrad(Tabled):
             and problem.filter_elements + problem.c <= common.MAX_INT
         )
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         taps = problem.r * problem.s
         return (
             table.by(
@@ -89,7 +89,7 @@ class DepthwiseWgrad(Tabled):
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         vec = t["vec"]
         # Filter rows of a thread if half as many threads shared a filter.
         half = ceil_div(problem.r, np.maximum(t["row_groups"] // 2, 1))

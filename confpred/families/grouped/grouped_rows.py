@@ -102,7 +102,7 @@ class GroupedRows(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem)
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         rows, columns = problem.map(describe_axes)
         return (
             (t["block_n"] * problem.map(_image_elements) <= common.MAX_INT)

@@ -103,14 +103,14 @@ class GroupedWgrad(Shaped):
     def _handles(self, problem: Problem) -> bool:
         return grouped.handles(problem) and _elements(problem) <= common.MAX_INT
 
-    def _first(self, problem: Any, device: Device, table: Table) -> Mask:
+    def _cheap_rules(self, problem: Any, device: Device, table: Table) -> Mask:
         return (
-            super()._first(problem, device, table)
+            super()._cheap_rules(problem, device, table)
             & table.by(("block_n", "block_q", "block_k"), lambda t: _suited(t, problem))
             & table.by(("reduction",), lambda t: common.allowed(t["reduction"], problem))
         )
 
-    def _rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
+    def _costly_rules(self, problem: Any, device: Device, t: Columns, w: Any) -> Mask:
         # Columns to the right of the image are addressed, though not read.
         reach = 2 * grouped.MAX_STEP * (t["block_q"] + grouped.MAX_WINDOW)
         height, width = problem.map(_image_size)

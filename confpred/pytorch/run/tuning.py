@@ -59,6 +59,7 @@ _ROUNDS, _ROUND_S = (4, 12), 10.0
 _ALIKE = 2
 #: A candidate that says nothing for so long hangs; so long after the budget all is stopped.
 _SILENCE_S, _GRACE_S = 20.0, 5.0
+_BY_ESTIMATE = 4  # candidates of each family, which the predictor may leave out
 _PROCESSES = 16  # that compile, at most; each holds 100 MB of the host's memory
 _BUSY_S = 0.5  # between two looks whether another process still measures
 #: Memory of a second process: its context and libraries, and times what a layer reads and writes,
@@ -246,17 +247,20 @@ def candidates(
     problem: Record, device: Device, limits: Limits, hints: Iterable[Candidate] = ()
 ) -> list[Candidate]:
     """Return what is worth measuring: the first candidate of each family, then the second ones,
-    and so on; families and candidates in the order of `hints`, the predictor and estimates."""
+    and so on, so that one family's wrong estimates do not use up the time; families and candidates
+    in the order of `hints`, the predictor and estimates. Those of `hints` may be beyond `limits`,
+    which answers are held to."""
     predictor = choosing.current_predictor(operation_of(problem).name).within(limits)
     ranked = [choice.candidate for choice in predictor.rank(problem, device, MAX_TOP)]
     for name, family in kernels_of(problem).items():
         rows = rank_by_estimate(family, problem, device)[0]
-        ranked += [Candidate(name, int(row)) for row in within(family, problem, rows, limits, 4)]
+        legal = within(family, problem, rows, limits, _BY_ESTIMATE)
+        ranked += [Candidate(name, int(row)) for row in legal]
     by_family: dict[str, list[Candidate]] = {}
     families = families_of(problem)
     for candidate in dict.fromkeys((*hints, *ranked)):
-        family_ = families.get(candidate.provider)
-        if family_ is None or not family_.legal(problem, device)[candidate.config_id]:
+        owner = families.get(candidate.provider)  # PyTorch's operator, timed beside all, has none
+        if owner is None or not owner.legal(problem, device)[candidate.config_id]:
             continue
         if lacks_library(candidate.provider):
             continue

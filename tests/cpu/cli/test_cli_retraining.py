@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic
+from click.testing import CliRunner
 from command_line import confpred, named
 
+from confpred.cli.update import drift
 from confpred.data.parquet import schema
+from confpred.errors import DataError
 from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.device import get_device
 
 
 @pytest.mark.parametrize(
@@ -58,3 +64,17 @@ def test_without_a_gpu_that_is_said(name: str, tmp_path: Path, monkeypatch) -> N
     assert "needs an NVIDIA GPU" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*"))
+
+
+def test_ctrl_c_ends_a_check_of_drift_before_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, interrupts: Callable[[], int], **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts() == 1
+        raise DataError("only 3 configs could be timed")
+
+    # There is no GPU to find, to have a model of, or to time configs on.
+    monkeypatch.setattr("confpred.cli.update.find_gpu", lambda name: ({}, get_device("h100")))
+    monkeypatch.setattr("confpred.cli.update._model_in_use", lambda *_: None)
+    monkeypatch.setattr("confpred.cli.update.check_pytorch", lambda wanted: None)
+    monkeypatch.setattr("confpred.retraining.drift.time_again", interrupted)
+    assert CliRunner().invoke(drift, ["--no-pytorch"]).exit_code == 128 + signal.SIGINT

@@ -81,6 +81,20 @@ def test_what_comes_late_is_there_for_the_next_who_asks(theirs: Predictor) -> No
         assert len(server.seen) == 1
 
 
+def test_a_late_answer_makes_nobody_wait_again(
+    theirs: Predictor, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = Answer(before_s=0.3)
+    with ToldServer(theirs, late, late, late) as server:
+        predictor = served(server.url, 0.05)
+        for problem in (replace(LAYER, h=h) for h in (41, 42, 43)):
+            assert predictor.choose(problem, "h100").source == "heuristic"
+            until(lambda: predictor.choose(problem, "h100").server == server.url)  # noqa: B023
+    assert [r.message.partition(": ")[2] for r in caplog.records if r.levelname == "WARNING"] == [
+        "no answer within 50 ms; choosing in this process meanwhile"
+    ]
+
+
 def test_a_dead_service_costs_nothing_and_is_found_again(theirs: Predictor) -> None:
     with ToldServer(theirs) as server:
         url, port = server.url, server.port
