@@ -13,8 +13,8 @@
 //
 // A thread loads all inputs of a tile, then adds it up; neighbours read what they share from the L1 cache. What
 // bounds it is memory: a row is read once and written once from there, in accesses of up to 16 bytes, as far as they
-// divide a tile and the rows (OUT_VEC elements of the output). Outputs whose accesses have fewer than 8 bytes go through shared memory, so that
-// neighbouring threads store neighbouring elements.
+// divide a tile and the rows (OUT_VEC elements of the output). Outputs whose accesses have fewer than 8 bytes go through
+// shared memory, so that neighbouring threads store neighbouring elements.
 //
 // Parts:
 //   block   `lanes` tiles along a row, by as many rows as threads allow
