@@ -84,8 +84,8 @@ static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a threa
 static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
 
 // `n` images of h x w pixels of `in` and p x q of `out`, which has `k` channels; `in` has k / multiplier. c_tiles
-// blocks share a pixel's channels. A band has band_groups groups of rows; `bands` bands make an image,
-// and q_tiles tiles its width.
+// blocks share a pixel's channels. A band has band_groups groups of rows; `bands` bands make an image, and q_tiles
+// tiles its width.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int n, int k, int multiplier,

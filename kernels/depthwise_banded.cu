@@ -5,7 +5,7 @@
 //                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
 //
 // Input gradient: `in` is the output's gradient, the filter is rotated by half a turn (FLIP), and the
-// padding is R - 1 and S - 1, each less the layer's padding; it may be negative.
+// padding is R - 1 and S - 1, each less the layer's padding. That may be negative.
 //
 // Within one channel and one filter row, eight neighbouring outputs are the product of the 16 input
 // columns that they are made of (8 of S = 1, 24 from S = 10 on) with a banded matrix of the filter row's taps:
@@ -50,13 +50,13 @@
 //   [channel][run][column]
 //
 // and finished rows go back by way of such planes, but without a stage. In step i, between two barriers, a thread
-// stores to device memory what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step i + 1
-// + STAGES, and multiplies. Every other four warps (a multiprocessor has four schedulers, to which warps go in turns)
-// multiply first instead, so that neither memory nor the tensor cores wait for the other. Blocks of up to four warps
-// all begin by storing.
+// stores to device memory what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step
+// i + 1 + STAGES, and multiplies. Every other four warps (a multiprocessor has four schedulers, to which warps go in
+// turns) multiply first instead, so that neither memory nor the tensor cores wait for the other. Blocks of up to four
+// warps all begin by storing.
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of all outputs of its channel that have it
-// among their 16 columns (8, 24).
+// among their 16 columns (8 or 24, as above).
 //
 // Parts:
 //   block   BLOCK_C channels of STRIPS strips
