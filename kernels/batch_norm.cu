@@ -3,23 +3,27 @@
 //   forward    batch_norm_statistics    reads `in`; the last block of a tile adds up the splits
 //              batch_norm_apply         out = activation((in - mean) * invstd * weight + bias + residual)
 //   backward   batch_norm_sums          d = out_grad * slope of the activation; adds up d, and d * (in - mean)
-//              batch_norm_gradient      in_grad, of `in` and d
+//              batch_norm_gradient      in_grad = weight * invstd * (d - mean of d
+//                                                   - (in - mean) * invstd^2 * mean of (d * (in - mean)))
 //
 // The normalised tensor is never stored: backward computes the activation's argument again. With a residual d is its
-// gradient, so the first launch stores it and the second reads it. The second launch of a direction goes through the
-// rows in reverse: those that the first one read last are still in the L2 cache. A frozen layer's statistics are known,
-// so it needs the second launch forward and the first one backward, which then stores in_grad too.
+// gradient, so the first launch stores it, rounded to DTYPE, and the second one reads it. The second launch of a
+// direction goes through the rows in reverse: those that the first one read last are still in the L2 cache. The
+// statistics of a frozen layer are given, so it needs the second launch forward alone, and the first one backward,
+// which then stores in_grad too.
 //
-// Compile-time: KERNEL, one of the four; DTYPE, ACTIVATION, HAS_RESIDUAL, FROZEN, STREAM (tensors larger than the L2
-// cache), and of the config VECTOR, UNROLL, THREADS.
+// Compile-time: KERNEL, one of the four; DTYPE, ACTIVATION, HAS_RESIDUAL, FROZEN, STREAM (tensors of more than 32 MiB,
+// of which an L2 cache keeps little), and of the config VECTOR, UNROLL, THREADS. The macros STATISTICS and LAYOUT list
+// parameters, of running statistics and of `Place`. `zeroed` counts the blocks of each tile that have stored their
+// sums.
 //
 // Parts:
 //   block   a tile of columns and a split of the rows (batch_norm.cuh draws them)
 //   thread  one column of VECTOR channels, of which it has every at_once-th row
-//   warp    no part of its own, as `lanes` need not divide 32
+//   warp    32 such threads, of one row or of several, as `lanes` need not divide 32
 //
 // Bound: bytes. The floor has each tensor cross memory once; forward two launches read `in` twice, so that a tensor
-// larger than the L2 cache allows 2/3 of it, and 3/5 backward.
+// larger than the L2 cache allows 2/3 of it, and 3/5 backward (with a residual 3/4 and 5/7).
 //
 // Instructions: loads of 16 bytes and float32 sums by ordinary arithmetic, a few operations an element. Streaming
 // loads and stores (STREAM: ld.cs, st.cs) leave the L2 cache to what the second launch reads again.
@@ -60,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_statistics(
     }
     Pair pair;
     distances.end(pair);
-    add_rows<true>(pair, place, shared);
+    add_rows<true>(pair, place, shared);  // true: of means and squared distances, not plain sums
     if (splits > 1) {
         put_partial(pair, place, scratch);
         if (!is_last(place, zeroed, shared)) return;
@@ -109,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_sums(
     Pair pair;
     pair.clear();
     InputGradient input;
-    if (FROZEN) input.begin(pair, place, gradient, invstd);
+    if (FROZEN) input.begin(pair, place, gradient, invstd);  // in_grad needs no sums then
     for (int step = place.first_step(); step < steps; step += splits) {
         const int row = place.row_of(step);
         Access x[UNROLL], grads[UNROLL], more[UNROLL];
@@ -129,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_sums(
             x[u].to_floats(distance);
             grads[u].to_floats(d);
             if (HAS_RESIDUAL) more[u].to_floats(added);
-            gradient.of(distance, d, added);
+            gradient.of(distance, d, added);  // takes the mean from `distance`, and makes d of out_grad
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 pair.a[v] += d[v];
@@ -156,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_sums(
 }
 #endif
 
-// With a residual, `out_grad` is the residual's gradient, and nothing is left to do about the activation.
+// With a residual, `out_grad` is the residual's gradient, and the kernel is compiled without an activation, as that is
+// d already. (A frozen layer has no such launch, so nothing reads eps.)
 #if KERNEL == KERNEL_GRADIENT
 extern "C" __global__ void __launch_bounds__(THREADS) batch_norm_gradient(
     Element* __restrict__ in_grad, const Element* __restrict__ out_grad, const Element* __restrict__ in,

@@ -10,7 +10,11 @@
 //   row 13   [t234 ...     t251]                        steps go to the splits in turns
 //
 // so that any number of channels leaves few threads idle. A thread keeps its column, and sums in registers. Sums of a
-// block meet in shared memory, those of the splits in `partials`; both are added up in an order that never changes.
+// block meet in shared memory, those of the splits in device memory (`scratch` of the kernels, `partials` here); both
+// are added up in an order that never changes.
+//
+// Names: d is the gradient before the activation; the distance is in - mean; invstd, and `deviation` in the code, is
+// 1 / sqrt(variance + eps).
 #include "depthwise.cuh"
 
 typedef Vector<VECTOR> Access;
@@ -19,6 +23,7 @@ constexpr int HALF_THREADS = THREADS / 2;
 enum { SUM_FLOATS = (2 * VECTOR + 1) * HALF_THREADS };
 static_assert(SUM_FLOATS * sizeof(float) == HOST_SUM_BYTES, "the host sizes shared memory otherwise");
 
+// Parameters of every kernel: the members of `Place` that are the same for all threads.
 #define LAYOUT int rows, int channels, int lanes, int tiles, int at_once, int steps, int splits
 #define LAYOUT_ARGUMENTS rows, channels, lanes, tiles, at_once, steps, splits
 
@@ -48,7 +53,8 @@ struct Place {
     }
 };
 
-// Accesses of a step. STREAM: the tensor is larger than the caches, and what is not read again should leave them first.
+// The last access to an element. STREAM: the tensors have more than 32 MiB, of which an L2 cache keeps little. Then
+// what is not read again should leave the caches first.
 __device__ __forceinline__ Access load_last(const Element* from) {
     Access found;
     if (STREAM) found.bits = __ldcs(reinterpret_cast<const Access::Bits*>(from));
@@ -60,7 +66,8 @@ __device__ __forceinline__ void store_last(Element* to, const Access& value) {
     else value.store(to);
 }
 
-// VECTOR floats, four at a time where they are so many. Past the L1 cache, which does not see what other blocks store.
+// VECTOR floats, four at a time where VECTOR allows. They are read past the L1 cache, which does not see what other
+// blocks store. (% VECTOR keeps indices legal in the branch that fewer floats never take.)
 __device__ __forceinline__ void put(float* to, const float (&values)[VECTOR]) {
 #pragma unroll
     for (int v = 0; v < VECTOR; v += VECTOR % 4 ? 1 : 4) {
@@ -83,7 +90,7 @@ __device__ __forceinline__ void get(float (&values)[VECTOR], const float* from) 
     }
 }
 
-// A column's parameters; a tensor that is absent leaves the neutral value.
+// A column's part of a tensor of one float a channel; `absent` where there is no such tensor.
 __device__ __forceinline__ void load_column(float (&to)[VECTOR], const float* from, const Place& place, float absent) {
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) to[v] = absent;
@@ -109,8 +116,9 @@ __device__ __forceinline__ float slope(float z) {
     return 1.0f;
 }
 
-// Two sums for each channel of a column. As moments: the mean of `count` values, and the sum of the squares of their
-// distances from it, which is exact however far the mean is from zero.
+// Two sums for each channel of a column. As moments: the mean (a) of `count` values, and the sum of the squares of
+// their distances from it (b), which loses no digits however far the mean is from zero. Kernels also keep a mean (a)
+// and invstd (b) in a Pair.
 struct Pair {
     float count, a[VECTOR], b[VECTOR];
 
@@ -121,7 +129,8 @@ struct Pair {
     }
 };
 
-// Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+// Adds y to x, as moments or as plain sums. Moments: Chan, Golub and LeVeque, "Updating formulae and a pairwise
+// algorithm for computing sample variances", 1979.
 template <bool MOMENTS>
 __device__ __forceinline__ void add(Pair& x, const Pair& y) {
     const float total = x.count + y.count;
@@ -140,7 +149,9 @@ __device__ __forceinline__ void add(Pair& x, const Pair& y) {
     x.count = total;
 }
 
-// Leaves the sum over a block's rows with those of row 0.
+// Leaves the sums over a block's rows with the threads of row 0. In each turn the rows from `half` on hand their sums
+// to those `half` rows before them. Values of a thread lie HALF_THREADS floats apart, so that neighbouring threads meet
+// no bank twice.
 template <bool MOMENTS>
 __device__ __forceinline__ void add_rows(Pair& pair, const Place& place, float* shared) {
     int half = 1;
@@ -199,7 +210,7 @@ __device__ __forceinline__ float* total(float* partials, const Place& place, int
     return partials + (2 * static_cast<i64>(place.splits) + which) * place.channels + place.channel;
 }
 
-// A split's sums, visible to the blocks that learn of it afterwards.
+// Stores a split's sums, which row 0 has. Blocks that learn afterwards, by a counter, that this one came here see them.
 __device__ __forceinline__ void put_partial(const Pair& pair, const Place& place, float* partials) {
     if (place.row == 0 && place.active) {
         put(partial(partials, place, 0, place.split), pair.a);
@@ -246,8 +257,8 @@ __device__ __forceinline__ void meet(const Place& place, u32* counts) {
     __syncthreads();
 }
 
-// Moments of a column's values, as they are met: distances from the first one are added up, which loses nothing where
-// the mean is far from zero.
+// Moments of the values that a thread meets in its column: distances from the thread's first value are added up, which
+// loses few digits where the mean is far from zero.
 struct Distances {
     int count;
     float first[VECTOR], sum[VECTOR], squares[VECTOR];
@@ -284,7 +295,7 @@ struct Distances {
     }
 };
 
-// Stores a tile's statistics, which row 0 has, and the running ones as PyTorch updates them.
+// Stores a tile's statistics, which row 0 has as moments, and the running ones as PyTorch updates them.
 #define STATISTICS                                                                                              \
     float *mean, float *invstd, float *new_running_mean, float *new_running_var, const float *running_mean,    \
         const float *running_var, const float *eps, const float *momentum
@@ -332,7 +343,8 @@ struct Normalise {
     }
 };
 
-// A frozen layer is given the running variance in place of `invstd`. Loaded where it is needed: registers are few.
+// A column's invstd, of which a frozen layer is given the running variance instead. Kernels load it where they need it,
+// as registers are few.
 __device__ __forceinline__ void load_deviation(float (&to)[VECTOR], const float* invstd, const Place& place, const float* eps) {
     load_column(to, invstd, place, 1.0f);
     if (FROZEN)
@@ -340,8 +352,8 @@ __device__ __forceinline__ void load_deviation(float (&to)[VECTOR], const float*
         for (int v = 0; v < VECTOR; ++v) to[v] = inverse_deviation(to[v], *eps);
 }
 
-// The gradient before the activation, of a column, and its two sums: of the gradient, and of its product with the
-// distance from the mean.
+// Makes d of a column. Kernels add up two sums of it in a Pair: of d (a), and of d times the distance from the mean
+// (b).
 struct Gradient {
     float centre[VECTOR], scale[VECTOR], offset[VECTOR];
 
@@ -355,7 +367,7 @@ struct Gradient {
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) scale[v] = __fmul_rn(scale[v], deviation[v]);
     }
-    // `x` becomes the distance from the mean, `d` the gradient before the activation.
+    // `x`, an input, becomes its distance from the mean; `d`, an output's gradient, becomes that before the activation.
     __device__ __forceinline__ void of(float (&x)[VECTOR], float (&d)[VECTOR], const float (&residual)[VECTOR]) const {
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
@@ -368,7 +380,7 @@ struct Gradient {
     }
 };
 
-// Stores a tile's gradients of weight and bias, which row 0 has as the sums of `Gradient`.
+// Stores a tile's gradients of weight and bias, if the layer has any, of the sums of d that row 0 has.
 __device__ __forceinline__ void store_gradients(const Pair& pair, const Place& place, const float* invstd, const float* eps,
                                                 float* weight_grad, float* bias_grad) {
     if (place.row != 0 || !place.active || !weight_grad) return;
@@ -381,7 +393,8 @@ __device__ __forceinline__ void store_gradients(const Pair& pair, const Place& p
     }
 }
 
-// The input's gradient: in_grad = scale * d - constant - distance * factor.
+// The input's gradient: in_grad = scale * d - constant - distance * factor, where scale = weight * invstd,
+// constant = scale * mean of d, and factor = scale * invstd^2 * mean of (d * distance). A frozen layer has scale alone.
 struct InputGradient {
     float scale[VECTOR], constant[VECTOR], factor[VECTOR];
 

@@ -2,10 +2,12 @@
 //
 //   fprop: out[n, p, q, k] = activation(bias[k] + residual[n, p, q, k]
 //            + sum over r, s, c of in[n, p * stride - pad + r, q * stride - pad + s, c] * filter[k, r, s, c])
-//   dgrad: out[n, p * stride - pad + r, q * stride - pad + s, c] = sum over r, s, k of in[n, p, q, k] * filter[k, r, s, c]
+//   dgrad: out[n, y, x, c] = sum over r, s, k of in[n, p, q, k] * filter[k, r, s, c]
+//            for the p and q with y = p * stride - pad + r and x = q * stride - pad + s
 //
-// In dgrad `in` is the gradient of the layer's output and `out` that of its input. Here `k` counts the channels of
-// `out` in both directions, and CIN those of `in`.
+// In dgrad `in` is the gradient of the layer's output and `out` that of its input. The formulas have the layer's names.
+// The code has those of the kernel: in both directions `in` has n x h x w pixels of CIN channels, and `out` p x q of
+// `k`.
 //
 // The layer's other sizes are run-time arguments. Compile-time: the direction (DGRAD), CIN, the filter R x S, the
 // strides STRIDE_H and STRIDE_W, DTYPE, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, and the config:
@@ -13,11 +15,12 @@
 //   BLOCK_N, BLOCK_P, BLOCK_Q   images, rows and columns of a tile of `out`
 //   BLOCK_K                     channels of `out` that a block computes
 //   WARPS_M, WARPS_K            how the warps divide a tile's pixels and those channels
-//   BUFFERS                     tiles of `in` in shared memory: 2 where a block computes several
+//   BUFFERS                     tiles of `in` in shared memory: 2 where a block computes several of them, else 1
 //
 // The filter of a block's channels is brought into shared memory once, and stays there while the block goes from tile
 // to tile. All of `in` that a tile needs, all channels and the halo around it, is brought there at once too, and
-// each tap of the filter reads it at another position: so an input pixel crosses L2 once for a tile, not R * S times.
+// each tap of the filter reads it at another position: so an input pixel is read from L2 once for a tile, not R * S
+// times.
 //
 //      in, tile + halo      filter row by row        out, tile
 //      +-----------+        +---+---+---+            +-------+
@@ -25,7 +28,7 @@
 //      | |       | |        +---+---+---+            +-------+
 //      +-----------+
 //
-// The data gradient of a strided layer falls into lattices: rows (columns) of `out` of one parity meet every second
+// The data gradient of a layer of stride 2 falls into lattices: rows (columns) of `out` of one parity meet every second
 // filter row (column) only. A tile is of one lattice, and multiplies no inserted zeros.
 //
 // Parts:
@@ -34,11 +37,11 @@
 //   thread  fragments of mma.m16n8k16, and parts of 16 bytes of the copies
 //
 // Bound: bytes for 1x1 filters and few channels, the tensor cores for 3x3 filters of 64 channels. A fragment of `in`
-// serves the N_TILES products of a warp, so wide warps read shared memory less.
+// serves the N_TILES products of a warp, so warps of many channels read shared memory less.
 //
-// Instructions: mma.sync, as taps read a tile at 9 or more positions, each a plain address for ldmatrix; wgmma would
-// need a tile in its own layout for each tap, and a library has such kernels for many channels. cp.async brings the
-// next tile while this one is multiplied.
+// Instructions: mma.sync, as each tap reads a tile at another position, a plain address for ldmatrix; wgmma would
+// need a tile in its own layout for each tap, and libraries have such kernels for many channels. With two buffers
+// cp.async brings the next tile while this one is multiplied.
 //
 // Share of the floor:
 //   dense_dgrad on NVIDIA H100 80GB HBM3, 2026-11-25
@@ -52,7 +55,8 @@
 #include "common.cuh"
 
 constexpr bool HALVED_H = DGRAD && STRIDE_H == 2, HALVED_W = DGRAD && STRIDE_W == 2;
-// Along an axis with one tap the host has the launch skip inputs, and a tile has no inputs in between.
+// From an output to the next, so many inputs of a tile. In fprop along an axis with one tap, no output meets the inputs
+// in between: a tile leaves them out, and in_step_h (in_step_w) is the stride. It is 1 in all other cases.
 constexpr int DOWN_H = DGRAD || R == 1 ? 1 : STRIDE_H, DOWN_W = DGRAD || S == 1 ? 1 : STRIDE_W;
 constexpr int TAPS_H = HALVED_H ? (R + 1) / 2 : R, TAPS_W = HALVED_W ? (S + 1) / 2 : S;  // of a lattice, at most
 
@@ -64,7 +68,7 @@ constexpr int TILE_H = DOWN_H * (BLOCK_P - 1) + TAPS_H, TILE_W = DOWN_W * (BLOCK
 constexpr int TILE_PIXELS = BLOCK_N * TILE_H * TILE_W;
 constexpr int TILE_BYTES = TILE_PIXELS * PIXEL_BYTES;
 
-constexpr int M = BLOCK_N * BLOCK_P * BLOCK_Q;
+constexpr int M = BLOCK_N * BLOCK_P * BLOCK_Q;          // pixels of a tile of `out`
 constexpr int M_TILES = (M + 15) / 16;
 constexpr int WARP_TILES = (M_TILES + WARPS_M - 1) / WARPS_M;
 constexpr int WARP_CHANNELS = BLOCK_K / WARPS_K;
@@ -73,8 +77,8 @@ constexpr int OUT_CHUNKS = BLOCK_K / 8;
 constexpr int OUT_PIXEL_BYTES = 16 * (OUT_CHUNKS | 1);
 constexpr int OUT_BYTES = M_TILES * 16 * OUT_PIXEL_BYTES;
 
-// The filter in shared memory. fprop: a row an output channel, of all taps with 16 * K_STEPS channels each. dgrad: a
-// row an input channel and tap, of BLOCK_K channels, which ldmatrix transposes.
+// The filter in shared memory. fprop: a row for each channel of `out`, of all taps with 16 * K_STEPS channels each.
+// dgrad: a row for each tap and channel of `in`, of BLOCK_K channels, which ldmatrix transposes.
 constexpr int FILTER_ROW_BYTES = DGRAD ? 16 * (OUT_CHUNKS | 1) : 16 * (R * S * K_STEPS * 2 | 1);
 constexpr int FILTER_ROWS = DGRAD ? R * S * K_STEPS * 16 : BLOCK_K;
 constexpr int FILTER_BYTES = FILTER_ROWS * FILTER_ROW_BYTES;
@@ -83,7 +87,8 @@ enum { SMEM_BYTES = BUFFERS * TILE_BYTES + OUT_BYTES + FILTER_BYTES };
 static_assert(CIN % 8 == 0 && BLOCK_K % (8 * WARPS_K) == 0, "channels come in pieces of 8");
 static_assert(THREADS == HOST_THREADS && SMEM_BYTES == HOST_SMEM_BYTES, "the host launches other blocks");
 
-// Matrices of 8 x 8, transposed where the filter lies by input channels: those of two tiles of output channels.
+// Matrices of 8 x 8, transposed where rows are of channels of `in`: the B of two tiles (x4), or one (x2), of 8 channels
+// of `out`.
 __device__ __forceinline__ void load_filter_x4(u32 (&d)[4], u32 from) {
     if (!DGRAD) load_matrix_x4(d, from);
     else asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -95,12 +100,14 @@ __device__ __forceinline__ void load_filter_x2(u32 (&d)[4], u32 from) {
                       : "=r"(d[0]), "=r"(d[1]) : "r"(from) : "memory");
 }
 
-// Which taps of an axis a lattice meets, and where.
+// Which taps of an axis a lattice meets, and where: tap i meets the i-th input from `origin` on. In dgrad the filter's
+// rows come in reverse, so that inputs come in order. `window` is the filter's size, and an axis without lattices is
+// one.
 struct Lattice {
     int first;   // the filter row of its tap 0
     int step;    // from there to that of tap 1
     int taps;    // how many it has
-    int origin;  // the input row that tap 0 of output position 0 meets
+    int origin;  // the input row that tap 0 of the lattice's output position 0 meets
 };
 __device__ __forceinline__ Lattice lattice_of(bool halved, int window, int pad, int parity) {
     if (!DGRAD) return {0, 1, window, -pad};
@@ -109,8 +116,9 @@ __device__ __forceinline__ Lattice lattice_of(bool halved, int window, int pad, 
     return {first + 2 * (taps - 1), -2, taps, (parity + pad - first) / 2 - taps + 1};
 }
 
-// `n`, `h`, `w` are the sizes of `in`, and `p`, `q`, `k` of `out`. A tile's number counts columns fastest, then rows,
-// images and lattices.
+// `n`, `h`, `w` are the sizes of `in`, and `p`, `q`, `k` of `out`. k_blocks blocks share a tile's channels. A tile's
+// number, below `tiles`, counts columns fastest (q_tiles), then rows (p_tiles), images (n_tiles) and lattices. A block
+// computes tiles_a_block tiles, one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
 #if !DGRAD
@@ -161,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         }
     };
 
+    // The filter: the first loop is of fprop, the second one of dgrad.
     for (int e = tid; e < FILTER_ROWS * R * S * CHUNKS && !DGRAD; e += THREADS) {
         const int chunk = e % CHUNKS, tap = e / CHUNKS % (R * S), channel = e / (CHUNKS * R * S);
         const bool valid = k0 + channel < k;
@@ -175,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         copy_async_16(filter_shared + (tap * K_STEPS * 16 + channel) * FILTER_ROW_BYTES + chunk * 16,
                       valid ? filter + offset : filter, valid);
     }
-    // The last step of 16 channels may have 8 only; the others are zeros.
+    // The last step of 16 channels may have 8 only; zeros stand for the others, in `in` and in the filter.
     if (CIN % 16) {
         for (int e = tid; e < BUFFERS * TILE_PIXELS; e += THREADS)
             *reinterpret_cast<uint4*>(shared + e * PIXEL_BYTES + 16 * CHUNKS) = make_uint4(0, 0, 0, 0);
@@ -200,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
 #pragma unroll
     for (int t = 0; t < WARP_TILES; ++t) {
         int m = (warp_m * WARP_TILES + t) * 16 + lane % 16;
-        if (m >= M) m = 0;  // rows past the tile compute garbage that is never stored
+        if (m >= M) m = 0;  // rows past the tile repeat pixel 0, and are never stored
         const int image = m / (BLOCK_P * BLOCK_Q), y = m / BLOCK_Q % BLOCK_P, x = m % BLOCK_Q;
         fragment_from[t] = in_shared + ((image * TILE_H + y * DOWN_H) * TILE_W + x * DOWN_W) * PIXEL_BYTES + lane / 16 * 16;
     }
@@ -218,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_tiles(
         }
 #endif
 
-    // Where pixel m of a tile lies in `out`, counted in pixels; negative outside of it.
+    // Where pixel m of a tile lies in `out`, counted in pixels; -1 outside of it.
     const auto out_pixel = [&](const Place& at, int m) -> i64 {
         const int image = at.n0 + m / (BLOCK_P * BLOCK_Q);
         const int y = (at.p0 + m / BLOCK_Q % BLOCK_P) * (HALVED_H ? 2 : 1) + at.parity_h;

@@ -8,7 +8,8 @@
 //
 // Forward: UP = 1, DOWN = the stride, origin = the padding, shift = 0; m is the channel multiplier.
 // Input gradient: `in` is the output's gradient, the filter is rotated by 180 degrees (FLIP), UP = the
-// stride, DOWN = 1. The shift (below UP) makes output 0 of a tile one that tap 0 meets, so that it is known at
+// stride, DOWN = 1, m = 1. Where UP > 1, an output meets only some of the taps. Tiles begin `shift` outputs, fewer than
+// UP, before the first one, which is chosen so that tap 0 meets the first output of each tile. Then it is known at
 // compile time which taps meet which output of a tile, and no product with zero is computed.
 //
 // The layer's sizes are run-time arguments. Compile-time: the filter R x S, UP, DOWN, DILATION, FLIP,
@@ -21,10 +22,14 @@
 //   MIN_BLOCKS     blocks of MAX_THREADS threads that a multiprocessor must hold: bounds the registers
 //   PREFETCH       steps by which the input is loaded ahead of its arithmetic, into registers
 //
-// A thread owns VEC channels and TILE_Q columns and walks down a band of output rows. Each input row
-// is loaded and converted once, and meets all the output rows that it overlaps: DEPTH groups of UP
-// rows of accumulators, which move down by one group a step. (The move is free: the first product of
-// a step reads one group's register and writes the next one's.) UP = DOWN = DILATION = 1, R = 3:
+// (The config also has threads, lanes_c and bands, which the host makes a launch of.)
+//
+// A thread owns VEC channels and TILE_Q columns and walks down a band of output rows, in steps of DOWN input rows and
+// UP output rows, a *group*. Each input row is loaded and converted once, and meets all the output rows that it
+// overlaps: DEPTH groups of accumulators, one for each step that is still to be finished. When a step is finished, all
+// groups move down by one. (The compiler moves nothing: the first product of the next step reads one group's register
+// and writes the next one's.) Input rows are counted from the first one of the padding here. UP = DOWN = DILATION = 1,
+// R = 3:
 //
 //        input row i ----+---- filter row 0 --> acc[0]: output row i        (opened by this step)
 //                        +---- filter row 1 --> acc[1]: output row i - 1
@@ -37,14 +42,15 @@
 // Parts:
 //   block   lanes_c neighbours along channels by tiles_at_once tiles
 //   thread  VEC channels of TILE_Q columns of a band of rows
-//   warp    no part of its own
+//   warp    32 such threads, nothing more
 //
-// Bound: bytes up to 5x5 filters: an H100 has the time of some 40 multiply-adds of float32 in that of the 4 bytes of
-// an output of float16. Larger filters are bound by these multiply-adds, of which the floor does not know.
+// Bound: bytes up to 5x5 filters: an H100 does some 40 multiply-adds of float32 while it reads and writes the 4 bytes
+// of an output of float16. Larger filters are bound by these multiply-adds; the floor counts them at a tensor core's
+// rate.
 //
-// Instructions: float32 multiply-adds, since tensor cores have nothing to share between channels; depthwise_banded.cu
-// makes them, where strides and channels allow. Loads go through the L1 cache, which has the halo, straight to
-// registers: one of VEC channels is one instruction.
+// Instructions: float32 multiply-adds, since channels share no operand that tensor cores could multiply. (Where strides
+// and channels allow, depthwise_banded.cu makes a product of matrices within each channel.) Loads go through the L1
+// cache, which has the halo, straight to registers: a load of VEC channels is one instruction.
 //
 // Share of the floor:
 //   depthwise_dgrad on NVIDIA H100 80GB HBM3, 2026-11-23
@@ -58,7 +64,7 @@
 #include "depthwise.cuh"
 
 enum { MAX_THREADS = 256 };  // of a block
-constexpr int PERIOD_H = UP_H * DOWN_H;
+constexpr int PERIOD_H = UP_H * DOWN_H;  // by how much a step moves both sides of the equation above
 constexpr int DEPTH = (DILATION_H * (R - 1) + (UP_H - 1) * DOWN_H) / PERIOD_H + 1;
 constexpr int IN_X = (DOWN_W * (TILE_Q - 1) + DILATION_W * (S - 1)) / UP_W + 1;  // input columns of a tile
 constexpr int IN_VEC = VEC / REPEAT;
@@ -77,6 +83,9 @@ static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the ho
 static_assert(IN_X == HOST_IN_X && DEPTH == HOST_DEPTH, "the host counts a thread's work and registers by them");
 static_assert(FILTER_PITCH == HOST_FILTER_PITCH, "the host gives each lane's filters so much shared memory");
 
+// `n` images of h x w pixels of `in` and p x q of `out`, which has `k` channels; `in` has k / multiplier. c_tiles
+// blocks share a pixel's channels. A band has band_groups groups of rows; `bands` bands make an image, and q_tiles
+// tiles its width.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     Element* __restrict__ out, const Element* __restrict__ in, const Element* __restrict__ filter,
     const Element* __restrict__ bias, const Element* __restrict__ residual, int n, int k, int multiplier,
@@ -90,12 +99,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const int lane_tile = threadIdx.x / lanes_c;
     int tile = blockIdx.x / c_tiles * tiles_at_once + lane_tile;
     const int column0 = tile % q_tiles * TILE_Q - shift_w; tile /= q_tiles;
-    const int group0 = tile % bands * band_groups; tile /= bands;
+    const int group0 = tile % bands * band_groups; tile /= bands;  // from here on `tile` is the image
     const bool active = lane_tile < tiles_at_once && tile < n && k0 < k;
     const int groups = min(band_groups, (p + shift_h + UP_H - 1) / UP_H - group0);
     const int in_channels = k / multiplier;
 
-    // Column j of the tile needs the input columns that UP_W * i = DOWN_W * j + DILATION_W * s gives.
+    // Column j of the tile needs the input columns x0 + i that UP_W * i = DOWN_W * j + DILATION_W * s gives. Bits of
+    // words say which columns are in the image.
     const int x0 = (column0 + shift_w) * DOWN_W / UP_W - origin_w;
     u32 in_columns = 0, out_columns = 0;
 #pragma unroll
@@ -106,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
     const i64 out_offset = static_cast<i64>(tile) * p * q * k + k0;
 
     // ---- Loads
+    // The DOWN_H input rows at which a group of output rows begins.
     auto load_rows = [&](Vector<IN_VEC> (&to)[DOWN_H][IN_X], int group) {
 #pragma unroll
         for (int a = 0; a < DOWN_H; ++a) {
@@ -153,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
             else f[v] = *from;
         }
     };
-    if (!FILTER_SHARED)
+    if (!FILTER_SHARED)  // the other index, here and below, only lets the branch that goes unused compile
 #pragma unroll
         for (int tap = 0; tap < TAPS; ++tap) load_tap(tap, taps[FILTER_SHARED ? 0 : tap]);
     float bias_values[VEC];
@@ -165,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
 
     // ---- Finished rows
     float acc[DEPTH][UP_H][TILE_Q][VEC] = {};
+    // A step finishes the rows from row_of(step) on, UP_H of them, of which some may lie outside of the image.
     auto row_of = [&](int step) { return UP_H * (group0 + step - (DEPTH - 1)) - shift_h; };
     auto row_valid = [&](int step, int e) { return step >= DEPTH - 1 && row_of(step) + e >= 0 && row_of(step) + e < p; };
     Vector<VEC> added[UP_H][TILE_Q];
@@ -228,6 +240,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS) depthwise(
                 for (int depth = DEPTH - 1; depth >= 0; --depth)
 #pragma unroll
                     for (int e = 0; e < UP_H; ++e) {
+                        // DILATION_H * r, of the equation above, where input row a of this step meets row e of the
+                        // outputs that began `depth` steps ago.
                         const int dilated_r = PERIOD_H * depth + UP_H * a - DOWN_H * e;
                         if (dilated_r < 0 || dilated_r % DILATION_H || dilated_r / DILATION_H >= R) continue;
 #pragma unroll

@@ -1,4 +1,5 @@
-// Parts of the depthwise kernels: VEC neighbouring channels as one access, and as floats.
+// Elements of DTYPE, and neighbouring ones as one access and as floats. The depthwise kernels and those of norms access
+// neighbouring channels, the kernels of lines neighbours in a row.
 #include "common.cuh"
 
 #if DTYPE == DTYPE_FLOAT32
@@ -24,7 +25,8 @@ __device__ __forceinline__ Element element_from_float(float x) {
 }
 
 // Pixel `index` of a row, in one instruction: left alone, the compiler keeps a 64-bit offset for each
-// index in registers, or spends three instructions on it.
+// index in registers, or spends three instructions on it. It is a global address, which the compiler
+// cannot see behind `asm`.
 template <typename T>
 __device__ __forceinline__ T* pixel(T* row, int index, int channels) {
     T* address;

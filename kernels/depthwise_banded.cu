@@ -5,15 +5,15 @@
 //                       + sum over r, s of in[n, y + r - pad_h, x + s - pad_w, c] * filter[c, r, s])
 //
 // Input gradient: `in` is the output's gradient, the filter is rotated by half a turn (FLIP), and the
-// padding is R - 1 and S - 1 less the layer's.
+// padding is R - 1 and S - 1, each less the layer's padding. That may be negative.
 //
 // Within one channel and one filter row, eight neighbouring outputs are the product of the 16 input
-// columns that they are made of (24 from S = 10 on) with a banded matrix of the filter row's taps:
+// columns that they are made of (8 of S = 1, 24 from S = 10 on) with a banded matrix of the filter row's taps:
 //
 //                                        outputs 0 ... 7            of S = 3
 //                              column 0 | f0                     |
-//   strip 0   | in0 ... in15 |        1 | f1 f0                  |     B, in registers: two of them a
-//   strip 1   | in0 ... in15 |        2 | f2 f1 f0               |     filter row, whatever S is
+//   strip 0   | in0 ... in15 |        1 | f1 f0                  |     B, in registers: SPAN of them for
+//   strip 1   | in0 ... in15 |        2 | f2 f1 f0               |     a filter row, one for 8 columns
 //   ...       |              |  x     3 |    f2 f1 f0            |
 //   strip 15  | in0 ... in15 |        : |        .  .  .         |
 //                                     9 |                     f2 |
@@ -33,6 +33,8 @@
 //   STAGES               steps that are copied ahead
 //   MIN_BLOCKS           blocks that a multiprocessor must hold: bounds the registers
 //
+// (The config also has `bands`, into how many the host cuts an image.)
+//
 // A block walks down its strips. Each step brings in ROWS input rows; each row is read from shared memory
 // once and meets all R filter rows, so feeds the R output rows that it overlaps, each in accumulators
 // of its own:
@@ -47,13 +49,14 @@
 //
 //   [channel][run][column]
 //
-// and finished rows go back the same way. In step i, between two barriers, a thread stores to device memory
-// what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step i + 1 + STAGES, and
-// multiplies. One half of the warps works in this order, the other half multiplies first, so that neither
-// memory nor the tensor cores wait for the other.
+// and finished rows go back by way of such planes, but without a stage. In step i, between two barriers, a thread
+// stores to device memory what step i - 1 has finished, puts step i + 1 into the planes, starts the copy of step
+// i + 1 + STAGES, and multiplies. Every other four warps (a multiprocessor has four schedulers, to which warps go in
+// turns) multiply first instead, so that neither memory nor the tensor cores wait for the other. Blocks of up to four
+// warps all begin by storing.
 //
 // Zeros of the band are multiplied too: an infinity or NaN makes NaN of all outputs of its channel that have it
-// among their 16 columns.
+// among their 16 columns (8 or 24, as above).
 //
 // Parts:
 //   block   BLOCK_C channels of STRIPS strips
@@ -62,11 +65,11 @@
 //           copies
 //
 // Bound: bytes. A 7x7 filter takes 112 multiply-adds of tensor cores an output, 0.11 clocks of a multiprocessor; by
-// ordinary arithmetic 0.38, and the 4 bytes of an output take 0.3.
+// ordinary arithmetic 0.38. The 4 bytes that are read and written for an output take 0.3 on an H100.
 //
-// Instructions: mma with zeros in B, which takes R steps whatever S is, needs less of a multiprocessor's time than
-// float32 multiply-adds from 3x3 filters on. cp.async goes to stages of a thread's own, because channels have to
-// change positions with columns on the way, which no copy does by itself.
+// Instructions: mma with zeros in B, 16 R multiply-adds an output with S from 2 to 9, needs less of a multiprocessor's
+// time than float32 multiply-adds from 3x3 filters on. cp.async goes to stages of a thread's own, because channels have
+// to change positions with columns on the way, which no copy does by itself.
 //
 // Share of the floor:
 //   depthwise_banded_dgrad on NVIDIA H100 80GB HBM3, 2026-11-23
@@ -92,6 +95,8 @@ enum { SMEM_BYTES = 2 * (In::BUFFER + Out::BUFFER) + STAGES * In::STAGE + BLOCK_
 static_assert(In::ITEMS <= 16, "validity bits are kept in one word");
 static_assert(SMEM_BYTES == HOST_SMEM_BYTES, "the host gives a block so much shared memory");
 
+// The runs of all images count q_tiles columns of runs fastest, then `bands` bands of band_rows output rows, then
+// images. c_tiles blocks share a pixel's `c` channels.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_banded(
     u16* __restrict__ out, const u16* __restrict__ in, const u16* __restrict__ filter,
     const u16* __restrict__ bias, const u16* __restrict__ residual,
@@ -113,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const u16* const in_block = in + static_cast<i64>(image0) * h * w * c + c0;
     const i64 out_block = static_cast<i64>(image0) * p * q * c + c0;
 
-    // Row `i` of a run is the input row that filter row 0 multiplies for output row i; R - 1 rows more
-    // finish it. With one band all runs agree which rows are padding above and below the image:
-    // they are not computed.
+    // Row `i` of a run is the input row that filter row 0 multiplies for output row i of the band; R - 1 rows more
+    // finish it. With one band all runs agree which rows are padding above and below the image: steps begin at row
+    // `first`, and those from `last` on multiply nothing, but finish outputs.
     const int first = bands == 1 ? min(max(pad_h, 0), R - 1) : 0, all = band_rows + R - 1;
     const int last = bands == 1 ? min(max(h + pad_h, first), all) : all;
     const int steps = ceil_div(all - first, ROWS), computed = ceil_div(last - first, ROWS);
@@ -124,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     const auto place = [&](int item, int pairs) {
         return place_of(item, pairs, run0, image0, n, c - c0, band_rows, bands, q_tiles);
     };
+    // In step 0: elements from in_block, the input row, bytes from where a step's planes begin.
     int in_offset[In::ITEMS], in_y[In::ITEMS], in_to[In::ITEMS];
     u32 in_valid = 0;  // two columns an item
 #pragma unroll
@@ -137,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
         for (int i = 0; i < 2; ++i)
             in_valid |= static_cast<u32>(at.valid && 2 * at.pair + i < IN_X && x + i >= 0 && x + i < w) << (2 * l + i);
     }
+    // In step 0: elements from out_block, the row of the band, how many rows the band has in the image, bytes.
     int out_offset[Out::ITEMS], out_row[Out::ITEMS], out_rows[Out::ITEMS], out_from[Out::ITEMS];
     u32 out_valid = 0;
 #pragma unroll
@@ -176,14 +183,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int l = 0; l < In::ITEMS; ++l)
                 if (is_item(l, In::TOTAL)) {
-                    const u32 y = step * ROWS + in_y[l];
+                    const u32 y = step * ROWS + in_y[l];  // unsigned, so that rows above the image are too large
                     In::copy(stages + stage * In::STAGE, l, in_step + in_offset[l], c, y < h ? in_valid >> 2 * l : 0);
                 }
         copy_async_commit();
         in_step += static_cast<i64>(ROWS * w) * c;
     };
     auto put = [&](int step, int stage) {
-        copy_async_wait<STAGES - 1>();  // for what this thread itself has copied
+        copy_async_wait<STAGES - 1>();  // for what this thread itself has copied; the first time also of the filter
         if (step < computed)
 #pragma unroll
             for (int l = 0; l < In::ITEMS; ++l)
@@ -246,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 taps[channel][r][unit] = 0;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int s = 8 * unit + lane % 4 * 2 + i - lane / 4;
+                    const int s = 8 * unit + lane % 4 * 2 + i - lane / 4;  // input column less output column
                     const int tap = r * S + s;
                     if (s >= 0 && s < S)
                         taps[channel][r][unit] |= static_cast<u32>(from[FLIP ? R * S - 1 - tap : tap]) << 16 * i;
@@ -262,11 +269,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     for (int tile = 0; tile < TILES; ++tile)
         fragment_from[tile] = shared_address(in_shared) + channel0 / 8 * In::GROUP + channel0 % 8 * In::CHANNEL +
                               In::strip(warp_strip + tile * 16 + lane % 16) + lane / 16 * 16;
+    // Strips of results lie 16 bytes apart.
     u8* const result_to = out_shared + channel0 / 8 * Out::GROUP + channel0 % 8 * Out::CHANNEL +
                           (warp_strip + lane / 4) * 16 + lane % 4 * 4;
 
     // ---- Products of a row
     float acc[WARP_C][R][TILES][4] = {};
+    // Multiplies row t (of a period, compile-time) of a channel and tile by all filter rows.
     auto multiply = [&](u32 from, int channel, int tile, int t) {
         u32 a[SPAN / 2 + 1][4];
 #pragma unroll
@@ -281,16 +290,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (r == 0) d[e] = 0.0f;
-            if (SPAN == 1) mma_k8(d, a[0], b[0]);
-            else mma_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0]);
+            if (SPAN == 1) mma_k8(d, a[0], b[0]);  // which reads the first two words of a[0]
+            else mma_k16(d, a[0], b[0], b[SPAN > 1 ? 1 : 0]);  // [1]; SPAN 1 only has to compile
             if (SPAN == 3) mma_k8(d, a[SPAN / 2], b[SPAN - 1]);
         }
     };
+    // Puts the results of the output row that row t finishes into a step's planes.
     auto finish = [&](u8* to, int t) {
 #pragma unroll
         for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
-            for (int half = 0; half < 2 * TILES; ++half) {
+            for (int half = 0; half < 2 * TILES; ++half) {  // 8 strips
                 u32* const word = reinterpret_cast<u32*>(to + channel * Out::CHANNEL + half * 8 * 16);
                 const u32 plus = HAS_RESIDUAL ? *word : 0;
                 float x[2];
@@ -304,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
                 *word = pack(x[0], x[1]);
             }
     };
-    auto skip = [&](int t) {  // as products with a row of padding would
+    auto skip = [&](int t) {  // opens an output row with zeros, as products with a row of padding would
 #pragma unroll
         for (int channel = 0; channel < WARP_C; ++channel)
 #pragma unroll
@@ -332,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) depthwise_band
     };
 
     // ---- Steps
-    int stage = STAGES > 1 ? 1 : 0;  // of the next step
+    int stage = STAGES > 1 ? 1 : 0;  // of the step that is put next
     const auto exchange = [&](int step) {
         if (step > 0) store(step - 1);
         if (step + 1 < steps) {

@@ -69,7 +69,7 @@ struct Planes {
             copy_async_16(shared_address(stage) + staged(item, i), from + i * channels, columns >> i & 1);
     }
 
-    // 8 channels of a pair of pixels are put into the planes and got out of them.
+    // 8 channels of a pair of pixels are put into the planes, from a stage or from registers, and got out of them.
     static __device__ __forceinline__ void put(u8* to, const u8* stage, int item) {
         uint4 pixels[2];
 #pragma unroll
@@ -96,6 +96,8 @@ struct Place {
     int image, p0, q0;  // where the run begins: its image, counted from image0, and its first row and column
     bool valid;         // is there such a run, and are there such channels?
 };
+// Item `item` of this thread, where a run has `pairs` of columns. The block begins at run `run0`, which is of image
+// `image0`, and at a channel from which on there are `channels`.
 __device__ __forceinline__ Place place_of(int item, int pairs, int run0, int image0, int n, int channels,
                                           int band_rows, int bands, int q_tiles) {
     Place at;

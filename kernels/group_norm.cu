@@ -1,27 +1,34 @@
-// Group norm with its activation in one launch a direction (group_norm.cuh has the layout): the blocks of a sample's tile
-// wait for one another between the statistics and the second pass over their rows, and keep the elements of their first
-// `kept` steps in shared memory, as batch_norm_one_pass.cu draws it. A tile of one block waits for none. Others meet
+// Group norm with its activation in one launch a direction (group_norm.cuh has the layout). The blocks that share a
+// sample's tile go over their rows twice, and wait for one another in between, where they add up their sums. The
+// elements of a block's first `kept` steps stay in shared memory for the second loop, as batch_norm_one_pass.cu draws
+// it. A tile of one block waits for none. Others meet
 //
 //   CLUSTER 0   in device memory, so that all blocks of the launch must be running;
 //   CLUSTER n   in each other's shared memory: the n blocks of a tile are a cluster, which the hardware starts together
 //               on neighbouring multiprocessors. A launch may have any number of clusters, one after the other.
 //
-// Formulas: those of batch_norm.cu, with the mean and the deviation of a sample's group of channels.
+//   forward    out = activation((in - mean) * invstd * weight + bias + residual)
+//   backward   d = out_grad * slope of the activation, and with it
+//              in_grad = invstd * (weight * d - mean of (weight * d)
+//                                  - (in - mean) * invstd^2 * mean of (weight * d * (in - mean)))
 //
-// Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, ADAPTIVE (weights of each sample), OWN_WEIGHTS (weights in
-// DTYPE), STREAM (tensors larger than the L2 cache), and of the config VECTOR, UNROLL, THREADS, MIN_BLOCKS (that a
-// multiprocessor must hold), CLUSTER. FROZEN is 0.
+// where all means, and invstd, are of a sample's group of channels.
+//
+// Compile-time: BACKWARD, DTYPE, ACTIVATION, HAS_RESIDUAL, ADAPTIVE (each sample has a weight and a bias of its own),
+// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors of more than 32 MiB, of which an L2 cache keeps little), and of the
+// config VECTOR, UNROLL, THREADS, MIN_BLOCKS (that a multiprocessor must hold), CLUSTER. FROZEN, which batch_norm.cuh
+// asks for, is 0.
 //
 // Parts:
-//   block   of a sample a tile of columns and a split of the rows; batch_norm.cuh draws tiles and splits,
+//   block   a tile of columns and a split of the rows of one sample; batch_norm.cuh draws tiles and splits,
 //           group_norm.cuh the groups in a tile
 //   thread  one column of VECTOR channels, of which it has every at_once-th row
 //
-// Bound: bytes, those of the floor where a sample's part fits the shared memory of its blocks, else up to 3/2 of them
-// forward.
+// Bound: bytes, those of the floor where the rows of each block fit its shared memory. Else up to 3/2 of them forward
+// and 5/3 backward (with a residual 4/3 and 7/5), as the second loop reads again.
 //
 // Instructions: clusters (sm_90 on) let blocks read each other's sums in shared memory (mapa), instead of through
-// device memory. Counters there serve older devices, and samples of more blocks than a cluster may have.
+// device memory. Counters in device memory are for older devices, and for tiles of more blocks than a cluster may have.
 //
 // Share of the floor:
 //   group_norm on NVIDIA H200, 2026-11-27
@@ -44,11 +51,12 @@ extern __shared__ __align__(16) float shared[];
 
 __device__ __forceinline__ Place place_of_block(LAYOUT) {
     Place place(LAYOUT_ARGUMENTS);
-    if (CLUSTER) place.split = blockIdx.z;
+    if (CLUSTER) place.split = blockIdx.z;  // clusters lie along z; else blockIdx.x counts tiles and splits
     return place;
 }
 
-// How the blocks of a sample's tile show one another their sums: each calls `give`, `take` and `leave`, once.
+// How the blocks of a sample's tile show one another their sums: all threads of each call `give`, `take` and `leave`,
+// once and in this order. Where a tile has one block, nobody calls them.
 struct Meeting {
     const Place& place;
     float* sums;  // of this block, in its shared memory, or of all blocks, in device memory
@@ -59,7 +67,7 @@ struct Meeting {
           sums(CLUSTER ? shared + SUM_FLOATS : scratch + sample * sample_floats(place)),
           counts(zeroed + 2 * (sample * place.tiles + place.tile)) {}
 
-    // Floats of shared memory that it takes, in whole accesses.
+    // Floats of shared memory that `sums` takes, in 16-byte units, so that what lies behind is aligned.
     __device__ __forceinline__ static int floats(const Place& place) { return CLUSTER ? (2 * VECTOR * place.lanes + 3) / 4 * 4 : 0; }
 
     // Shows the sums that row 0 has.
@@ -101,7 +109,9 @@ struct Meeting {
 #endif
     }
 
-    // Lets the others go: a block must not end before all have read its shared memory.
+    // Waits until the whole cluster has read the sums, as a block's shared memory ends with it. Without a cluster
+    // nothing is waited for: the last block to leave makes the first count zero again; the second one wraps around by
+    // itself.
     __device__ __forceinline__ void leave() const {
 #if CLUSTER
         asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -111,7 +121,7 @@ struct Meeting {
     }
 
 #if CLUSTER
-    // Reads VECTOR of the sums that the block of a split shows.
+    // Reads VECTOR floats, from `at` on, of the sums that the block of a split shows.
     __device__ __forceinline__ void look(float (&to)[VECTOR], int at, int split) const {
         u32 from;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(static_cast<u32>(__cvta_generic_to_shared(sums + at))), "r"(split));
@@ -121,7 +131,8 @@ struct Meeting {
 #endif
 };
 
-// A thread's accesses of kept steps: TENSORS of them for each row of a step.
+// A thread's accesses of kept steps: TENSORS of them for each row of a step. They lie in shared memory behind the
+// SUM_FLOATS floats, in which a block's sums meet, and those of `Meeting`.
 template <int TENSORS>
 struct Kept {
     int steps;
@@ -146,14 +157,14 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group
     in = of_sample(in, sample, place);
     residual = of_sample(residual, sample, place);
     Distances distances = {};
-    int own = 0;
+    int own = 0;  // this block's steps so far
     for (int step = place.first_step(); step < steps; step += splits, ++own) {
         const int row = place.row_of(step);
         Access x[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
             if (row + u * at_once < rows) x[u].load(in + place.offset_of(row + u * at_once));
-        if (own == 0 && row < rows) x[0].to_floats(distances.first);
+        if (own == 0 && row < rows) x[0].to_floats(distances.first);  // Distances::begin would read it twice
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             if (row + u * at_once >= rows) continue;
@@ -163,7 +174,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group
     }
     Pair pair;
     distances.end(pair);
-    add_rows<true>(pair, place, shared);
+    add_rows<true>(pair, place, shared);  // true: of means and squared distances, not plain sums
     const Meeting meeting(place, sample, scratch, zeroed);
     if (splits > 1) meeting.give(pair);
     Normalise normalise;  // its weights come while the others are waited for
@@ -193,8 +204,9 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group
 }
 #else
 
-// With a residual, the gradient before the activation is the residual's gradient: the first pass stores it, and the
-// second one reads it. Otherwise that of the output is kept or read again.
+// With a residual, the gradient before the activation, d, is the residual's gradient: the first loop stores it, rounded
+// to DTYPE, and the second one uses that, kept or read. Otherwise out_grad is kept or read again, and the second loop
+// makes d of it anew.
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group_norm_backward(
     Element* __restrict__ in_grad, Element* residual_grad, Weight* weight_grad, Weight* bias_grad,
     const Element* __restrict__ out_grad, const Element* __restrict__ in, const Weight* weight, const Weight* bias,
@@ -233,7 +245,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group
             x[u].to_floats(distance);
             grads[u].to_floats(d);
             if (HAS_RESIDUAL) more[u].to_floats(added);
-            gradient.of(distance, d, added);
+            gradient.of(distance, d, added);  // takes the mean from `distance`, and makes d of out_grad
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 pair.a[v] += d[v];
@@ -289,7 +301,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, MIN_BLOCKS) group
         }
     }
     if (splits > 1) meeting.leave();
-    __syncthreads();
+    __syncthreads();  // all threads have read the groups' sums from shared memory
     if (place.split == 0) all.end(place, shared);
 }
 #endif

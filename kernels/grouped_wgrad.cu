@@ -4,48 +4,57 @@
 //   bias_grad[k]            = sum over n, p, q of out_grad[n, p, q, k]
 //   y = p * stride_h - pad_h + r * dilation_h,  x = q * stride_w - pad_w + s * dilation_w
 //
-// where k and c run over the same group of GW channels. The layer's sizes are run-time arguments.
-// Compile-time: the filter R x S, GW, STRIDE_H, STRIDE_W, DILATION_W, DTYPE, HAS_BIAS, and the config:
+// where k and c run over the same group of GW channels. A gradient row or channel, below, is one of out_grad; an input
+// row or channel is one of `in`. The layer's sizes are run-time arguments. Compile-time: the filter R x S, GW,
+// STRIDE_H, STRIDE_W, DILATION_W (stride and dilation without their common factor), DTYPE, HAS_BIAS, and the config:
 //
 //   BLOCK_N, BLOCK_Q   images and output columns of a block's tile: one *pixel row* is
 //                      BLOCK_N * BLOCK_Q output pixels, cut in 16-pixel tiles for the tensor cores
 //   BLOCK_K, WARP_K    gradient channels of a block and of a warp
 //   WARPS_M            how many warps share the pixel tiles
-//   STAGES             steps in flight in shared memory
+//   STAGES             steps in shared memory: one that is multiplied, the others in flight
 //
 // The sum over pixels is the inner extent of the tensor-core product, 16 pixels at a time, so both
 // operands are read transposed from [pixel][channel] rows (ldmatrix.trans). The 16 x 8 products:
 //
 //   GW >= 16   16 input channels of one filter tap  x  8 gradient channels
-//   GW <= 8    8 input channels of two neighbouring taps  x  the same 8 gradient channels; of groups
-//              narrower than 8 only the blocks on the diagonal are kept. Where S is odd, the last tap
-//              is multiplied the other way: 8 gradient channels of two rows  x  8 input channels.
+//   GW <= 8    8 input channels of two neighbouring taps  x  the 8 gradient channels of the same
+//              numbers; of groups narrower than 8 only the blocks on the diagonal are kept. Where S is
+//              odd, the last tap of a row is multiplied the other way: 8 gradient channels of two
+//              gradient rows  x  8 input channels.
 //
 // A block walks down its slice of gradient rows. A step brings in one gradient row, whose fragments
-// then stay in a circular buffer of registers, and the STRIDE_H input rows that begin under it; each
-// input row is loaded into fragments once and meets all the gradient rows that it overlaps:
+// then stay in a circular buffer of registers, and the STRIDE_H input rows that its filter rows 0 to
+// STRIDE_H - 1 meet; each input row is loaded into fragments once and meets all the gradient rows that it
+// overlaps. Input rows are counted from the first one of the padding here, and STRIDE_H = 1, R = 3:
 //
 //        input row i ----+---- gradient row i      --> filter row 0   (brought in by this step)
 //                        +---- gradient row i - 1  --> filter row 1
 //                        +---- gradient row i - 2  --> filter row 2   (for the last time)
 //
 // After an image's last gradient row come `flush` steps without one, for the input rows that it still
-// meets, and so that the next image finds the buffer empty. The accumulators stay in registers from the
-// first step to the last.
+// meets, and so that the next image finds the buffer empty: gradient rows that are not there are zeros. The
+// accumulators stay in registers from the first step to the last.
 //
-// A vertical dilation needs no code: the rows that a dilated filter touches form a lattice, and on it
-// the filter is not dilated. One gradient image is `phases` such lattices, walked one after another.
+// A vertical dilation changes only which rows follow one another: the rows that a dilated filter touches form a
+// lattice, and on it the filter is not dilated. One gradient image is `phases` such lattices, walked one after another.
+//
+// Zeros outside of the images, and behind the last pixel of a tile, are multiplied, too: an infinity or NaN may make
+// NaN of sums that it is no part of, of its group.
 //
 // The blocks' sums are added in one of four ways, `reduction`:
-//   DIRECT       there is one block for each tile of the filter: it writes the result;
+//   DIRECT       there is one block for each tile of the filter (BLOCK_K gradient channels): it writes the result;
 //   TWO_KERNELS  every block writes its sums to `scratch`, and another kernel (grouped_wgrad_sum.cu) adds them;
 //   LAST_BLOCK   the same, but the tile's last block adds them, in the order of the blocks;
 //   ATOMIC       every block adds its sums to those in `zeroed`, in the order of their arrival, so that the
 //                result is not repeatable to the bit; the tile's last block writes the result and clears the sums.
+// `scratch` is (blocks of a tile, sums of the filter and then of the bias), `zeroed` a ticket for each tile and then
+// such sums.
 //
 // Parts:
 //   block   BLOCK_K gradient channels, down a slice of rows, BLOCK_N images by BLOCK_Q columns wide
-//   warp    WARP_K of these channels by 16 input channels (or 8, of two taps) of WARP_TILES tiles of 16 pixels
+//   warp    WARP_K of these channels by 16 input channels (up to GW = 8: by those of the same numbers, at two taps
+//           together), over WARP_TILES tiles of 16 pixels
 //   thread  fragments of mma.m16n8k16, and parts of 16 bytes of the copies
 //
 // Bound: bytes up to groups of 32 channels or so, as in grouped_rows.cu.
@@ -66,7 +75,7 @@ constexpr int BLOCK_C = GW > BLOCK_K ? GW : BLOCK_K;  // input channels of a blo
 constexpr int WARP_N = WARP_K / 8;                    // tensor-core tiles of 8 gradient channels
 constexpr int WARPS_C = NARROW ? 1 : GW / 16;         // warps that share gradient channels: 16 input channels each
 constexpr int WARPS_K = BLOCK_K / WARP_K;
-// Warps that share filter columns, where the registers of one do not hold all of a large filter.
+// Warps that divide the filter's columns, WARP_S each, where the registers of one do not hold all of a large filter.
 constexpr int WARPS_S = !NARROW && R * S > 27 ? 2 : 1, WARP_S = (S + WARPS_S - 1) / WARPS_S;
 constexpr int THREADS = 32 * WARPS_K * WARPS_C * WARPS_S * WARPS_M;
 constexpr int LIVE = (R + STRIDE_H - 1) / STRIDE_H;   // gradient rows that an input row overlaps
@@ -82,8 +91,9 @@ constexpr int GRAD_BYTES = M_TILES * 16 * GRAD_PIXEL;
 constexpr int STAGE_BYTES = STRIDE_H * IN_BYTES + GRAD_BYTES;
 constexpr int IN_COPIES = BLOCK_N * ROW_X * IN_CHUNKS, GRAD_COPIES = M * GRAD_CHUNKS;  // of 16 bytes
 constexpr int IN_LOADS = (IN_COPIES + THREADS - 1) / THREADS, GRAD_LOADS = (GRAD_COPIES + THREADS - 1) / THREADS;
-// Products of a warp: [r][tap or pair of taps][gradient tile]. Where S is odd and GW narrow, those of the last
-// tap are extra: [i][pair of the filter rows that input row i meets][gradient tile].
+// Products of a warp: [r][tap or pair of taps][gradient tile], with TAPS taps or pairs for a filter row. Where S is odd
+// and GW narrow, those of the last tap are extra: [i][pair of the filter rows that input row i of a step
+// meets][gradient tile].
 constexpr int TAPS = NARROW ? S / 2 : WARP_S;
 constexpr bool LAST_TAP = NARROW && S % 2;
 constexpr int ROW_PAIRS = (LIVE + 1) / 2;
@@ -112,6 +122,7 @@ __device__ __forceinline__ void load_transposed_x2(u32 (&d)[2], u32 from) {
                  : "=r"(d[0]), "=r"(d[1]) : "r"(from) : "memory");
 }
 
+// Adds to four floats of other blocks, too, in the L2 cache.
 __device__ __forceinline__ void add_at_l2(float* to, float4 x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
@@ -143,6 +154,15 @@ __device__ __forceinline__ void each_vector(int k0, int c, const Visit& visit) {
     }
 }
 
+// `n` images of h x w pixels of `in` and p x q of `out_grad`, both of `c` channels. In this order:
+//   row_step, column_step   distances of neighbouring input rows of a lattice, and of neighbouring columns of a tile
+//   phases, phase_step      lattices of a gradient image (1 or 2), and input rows from the first one to the second one
+//   rows                    gradient rows of a lattice; the second one may lack the last of them
+//   flush                   steps without a gradient row behind each lattice
+//   slice_rows, slices      gradient rows of a block, which may begin and end within a lattice; how many such slices
+//                           all lattices of all images make, if BLOCK_N images count as one
+//   q_tiles, k_tiles        blocks that divide the columns, and the channels
+//   reduction               one of the four ways above
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     u16* __restrict__ filter_grad, u16* __restrict__ bias_grad, const u16* __restrict__ out_grad,
     const u16* __restrict__ in, float* scratch, u8* zeroed, int n, int c, int h, int w, int p, int q, int pad_h, int pad_w,
@@ -161,13 +181,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
 
     // Neighbouring blocks take neighbouring channels, then columns, then slices: what they share of
     // a DRAM page or of a halo is then still in L2.
+    // The `parts` blocks of one k_tile have sums of the same tile of the filter.
     const int k_tile = blockIdx.x % k_tiles, part = blockIdx.x / k_tiles, parts = q_tiles * slices;
     const int k0 = k_tile * BLOCK_K, c0 = GW > BLOCK_K ? k0 / GW * GW : k0;
     const int q0 = part % q_tiles * BLOCK_Q;
-    const int first_row = part / q_tiles * slice_rows;  // of all lattices' rows, one after another
+    const int first_row = part / q_tiles * slice_rows;  // counted over all lattices, one after another
 
     // ---- Copies
-    // This thread's copies of each step: parts of 16 bytes, always of the same channels.
+    // This thread's copies of each step: parts of 16 bytes, always of the same channels: IN_CHUNKS and GRAD_CHUNKS
+    // divide THREADS.
     const int in_piece = tid % IN_CHUNKS, grad_piece = tid % GRAD_CHUNKS;
     const int first_x = q0 * STRIDE_W * column_step - pad_w;
     int in_offset[IN_LOADS], grad_offset[GRAD_LOADS];
@@ -183,8 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     }
 
     // ---- Loads of a step
-    // The lattice that is being loaded: its first image and phase; the row that comes next; the end of the rows
-    // that this block sums (those before `rows_inside` are in the image), and that of the steps without a row.
+    // The lattice that is being loaded: its first image `n0` and its `phase`. In it, the next `row`; `row_end`, where
+    // the rows that this block sums end (those before `rows_inside` are in the image); `row_flushed`, where the steps
+    // without a row end; `y`, the next input row. A slice that ends within a lattice needs LIVE - 1 steps without a
+    // row, as its gradient rows still meet the input rows of those that follow.
     const int last_row = min(first_row + slice_rows, (n + BLOCK_N - 1) / BLOCK_N * phases * rows);
     const int lattices = (last_row - 1) / rows - first_row / rows + 1;
     int n0 = first_row / rows / phases * BLOCK_N, phase = first_row / rows % phases, row = first_row % rows;
@@ -219,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         }
     };
 
-    u32 inside = 0;  // a bit for each input row in flight: does it take part?
+    u32 inside = 0;  // a bit for each input row in flight: does it take part? The last step's are lowest.
     auto load_step = [&](int slot) {
         inside <<= STRIDE_H;
         if (steps_left > 0) {
@@ -265,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     for (int s = 0; s < STAGES - 1; ++s) load_step(s);
 
     // ---- Fragments
-    // Pixels that pad the last tile hold zeros for ever.
+    // Gradient pixels that pad the last tile are zeros in all stages, and nothing is copied there.
     if (M % 16)
         for (int e = tid; e < STAGES * (16 - M % 16) * GRAD_CHUNKS; e += THREADS) {
             const int slot = e / GRAD_CHUNKS / (16 - M % 16), pixel = M + e / GRAD_CHUNKS % (16 - M % 16);
@@ -274,8 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         }
 
     // Where this lane's rows of each fragment start. Lanes 0-7 and 16-23 name the 16 pixels of the first 8
-    // input channels, lanes 8-15 and 24-31 those of the next tap or of the next 8 channels; in the
-    // gradient and the last tap, lanes 0-15 name the 16 pixels.
+    // input channels, lanes 8-15 and 24-31 those of the next tap or of the next 8 channels. In the
+    // gradient and the last tap, lanes 0-15 name the 16 pixels; in the gradient, lanes 16-31 name those
+    // of the next 8 channels.
     const int first_s = warp_s * WARP_S;
     const int in_channel = NARROW ? warp_k * WARP_K : warp_c * 16 + (GW > BLOCK_K ? 0 : warp_k * WARP_K / GW * GW);
     u32 in_from[WARP_TILES], last_from[WARP_TILES], grad_from[WARP_TILES];
@@ -299,6 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     float bias[WARP_N][4] = {};
     u32 gradient[LIVE][WARP_TILES][WARP_N][2] = {};
     const bool sums_bias = HAS_BIAS && warp_c == 0 && warp_s == 0;
+    // The bias's gradient is a product with ones, of which all 16 rows are the same.
     const u32 one = DTYPE == DTYPE_BFLOAT16 ? 0x3f803f80 : 0x3c003c00, ones[4] = {one, one, one, one};
 
     int slot = 0;
@@ -309,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             copy_async_wait<STAGES - 2>();
             __syncthreads();
             load_step(slot == 0 ? STAGES - 1 : slot - 1);
-            const u32 in_inside = inside >> (STAGES - 1) * STRIDE_H;
+            const u32 in_inside = inside >> (STAGES - 1) * STRIDE_H;  // of the step that is multiplied
 
 #pragma unroll
             for (int t = 0; t < WARP_TILES; ++t) {
@@ -346,11 +372,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
                                 for (int r = i; r < R; r += STRIDE_H)
 #pragma unroll
                                     for (int nt = NARROW ? it : 0; nt < (NARROW ? it + 1 : WARP_N); ++nt) {
+                                        // The gradient row that came r / STRIDE_H steps ago.
                                         const auto& b = gradient[(j - r / STRIDE_H + LIVE) % LIVE][t][nt];
                                         mma_k16(acc[r][tap][nt], a, b[0], b[1]);
                                     }
                             }
                         if (LAST_TAP) {
+                            // A lane's words of B, for 8 columns, are those of 8 rows of A. So gradients serve as A
+                            // here: those of filter row r, and of the next one that this input row meets.
                             u32 b[2];
                             load_transposed_x2(b, last_from[t] + row_from + it * 16);
 #pragma unroll
@@ -372,7 +401,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     __syncthreads();
 
     // ---- Sums of the block
-    // The warps that share channels add their sums in shared memory, one after another.
+    // The warps that share channels add their sums in shared memory, one after another. `add` leaves out what is not in
+    // the filter: columns from S on, and products of different groups.
     float* const tile = reinterpret_cast<float*>(shared);
     const int row0 = lane / 4, column0 = lane % 4 * 2;  // of the products, "Matrix Fragments for mma.m16n8k16"
     for (int m = 0; m < WARPS_M; ++m) {
@@ -386,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
             for (int nt = 0; nt < WARP_N; ++nt)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const int high = e / 2, k = warp_k * WARP_K + nt * 8;
+                    const int high = e / 2, k = warp_k * WARP_K + nt * 8;  // high: rows 8-15 of a product
 #pragma unroll
                     for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -411,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
     // ---- Sums of the blocks
     const int elements = R * S * c * GW + (HAS_BIAS ? c : 0);
     const float4* const vectors = reinterpret_cast<const float4*>(shared);
+    // Writes four of the results, of which vector v of the block has the sums.
     auto write = [&](int v, float4 x) {
         const u32 packed[2] = {pack(x.x, x.y), pack(x.z, x.w)};
 #pragma unroll
@@ -435,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad(
         if (reduction == TWO_KERNELS) return;
     }
 
-    // The last block to draw a ticket knows that the others' sums are in memory. The counter wraps to
+    // The last block of a tile to draw a ticket knows that the others' sums are in memory. The counter wraps to
     // zero by itself.
     volatile u32* const ticket = reinterpret_cast<u32*>(shared);
     __threadfence();

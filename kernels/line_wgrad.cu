@@ -11,16 +11,20 @@
 //   threads  of a block, which has one channel
 //   splits   blocks that share a channel
 //
-// A thread goes through tiles of the channel's rows, of all images, and keeps the S sums in registers. At the end the
-// block adds up its threads' sums, by shuffles within a warp and then in shared memory. One split writes the result;
-// several write their sums to `partials`, which depthwise_wgrad_sum adds up. The order of all sums is fixed.
+// A thread goes through tiles of the channel's rows, of all images, and keeps the S sums (and the bias's behind them)
+// in registers. At the end the block adds up its threads' sums, by shuffles within a warp and then in shared memory. If
+// `splits` is 1, the block writes the result; otherwise blocks write their sums to `partials`, (splits, K S sums of the
+// filter and K of the bias), which depthwise_wgrad_sum.cu adds up. The order of all sums is fixed.
+//
+// Zeros stand for inputs outside of a row and for outputs behind its end, and are multiplied, too: an infinity or NaN
+// in the same tile may make NaN of sums that it is no part of, of its channel.
 //
 // Parts:
 //   block   one channel, and a split of its tiles
-//   warp    sums that shuffles add up
+//   warp    32 such threads, whose sums shuffles add up at the end
 //   thread  TILE outputs at a time; S sums in registers
 //
-// Bound: bytes, as in line.cu.
+// Bound: bytes, as in line.cu, which has as many multiply-adds and bytes: here both tensors are read.
 //
 // Instructions: float32 multiply-adds on registers; shuffles add the sums of a warp without shared memory, and so
 // without barriers.
@@ -42,6 +46,8 @@ static_assert(MAX_THREADS == HOST_MAX_THREADS, "blocks are no larger than the ho
 static_assert(VECTORS == HOST_VECTORS, "the host counts registers by them");
 static_assert(SUMS == HOST_SUMS, "the host gives each warp shared memory for its sums");
 
+// `n` images of `k` channels of the output, each a row of `q` outputs and of `w` inputs; `q_tiles` tiles make a row.
+// `first` is where the inputs of tile 0 begin (line.cuh).
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) line_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
     const Element* __restrict__ in, float* __restrict__ partials, int n, int k, int multiplier, int w, int q, int first,
@@ -59,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) line_wgrad(
 #pragma unroll
         for (int j = 0; j < TILE; j += OUT_VEC) {
             Vector<OUT_VEC> packed = {};
-            if (o0 + j < q) packed.load(out_row + j);
+            if (o0 + j < q) packed.load(out_row + j);  // whole accesses, as OUT_VEC divides q
             float values[OUT_VEC];
             packed.to_floats(values);
 #pragma unroll

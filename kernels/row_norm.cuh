@@ -13,7 +13,10 @@
 //   AHEAD         the next row is read before the sums of this one are known
 //   FULL          no lane is idle
 //   AFFINE        0: nothing, 1: a weight, 2: a weight and a bias
-#define UNROLL 1  // batch_norm.cuh has the formulas; its layout, which the next macros are for too, goes unused
+//
+// The kernels use the accesses, formulas and activations of batch_norm.cuh, but not its layout; the first three macros
+// below only let it compile.
+#define UNROLL 1
 #define FROZEN 0
 #define HOST_SUM_BYTES ((2 * VECTOR + 1) * (THREADS / 2) * 4)
 #include "batch_norm.cuh"
@@ -25,7 +28,7 @@ constexpr int AT_ONCE = THREADS / LANES;                 // rows of a block
 constexpr int WARP_LANES = LANES < 32 ? LANES : 32;      // of a warp, that share a row
 constexpr int ROW_WARPS = LANES / WARP_LANES;            // that share a row
 constexpr int WARPS = THREADS / 32;
-// Floats of shared memory in which two sums of a row meet, twice.
+// Floats of shared memory: two sums of each warp, and as many again, as sums take turns between two parts (add_row).
 enum { TURN_FLOATS = 2 * WARPS, SUMS_FLOATS = 2 * TURN_FLOATS };
 
 struct __align__(sizeof(Weight) * VECTOR > 16 ? 16 : sizeof(Weight) * VECTOR) WeightAccess {
@@ -34,7 +37,8 @@ struct __align__(sizeof(Weight) * VECTOR > 16 ? 16 : sizeof(Weight) * VECTOR) We
 
 extern __shared__ __align__(16) float shared[];
 
-// Where a thread is. Only the last of its accesses may lie behind the row's end, and none if the row is FULL.
+// Where a thread is: `lane` of the threads that share `row`, its first row; the next one is `step` rows on. Only the
+// last of its accesses may lie behind the row's end (unless `inside`), and none if the row is FULL.
 struct Lane {
     int rows, channels, lane, row, step;
     bool inside;
@@ -70,7 +74,8 @@ struct Row {
     }
 };
 
-// VECTOR channels of a weight or bias; `absent` where the norm has none.
+// VECTOR channels of a weight or bias, those of access `a`; `absent` where the norm has none (not `has`). A lane that
+// is idle in this access gets values that nobody uses.
 __device__ __forceinline__ void load_weights(float (&to)[VECTOR], const Weight* from, float absent, bool has, const Lane& lane, int a) {
     WeightAccess found;
     if (has && lane.has(a)) found = *reinterpret_cast<const WeightAccess*>(from + lane.channel(a));
@@ -78,6 +83,7 @@ __device__ __forceinline__ void load_weights(float (&to)[VECTOR], const Weight* 
     for (int v = 0; v < VECTOR; ++v) to[v] = has ? weight_to_float(found.of[v]) : absent;
 }
 
+// The sum over COUNT neighbouring lanes, in each of them.
 template <int COUNT>
 __device__ __forceinline__ float sum_of_lanes(float value) {
 #pragma unroll
@@ -85,8 +91,8 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
     return value;
 }
 
-// The sums of COUNT values over the threads of a row, in each of them. `turn` alternates between two parts of shared
-// memory, so one barrier is enough: a thread at the next sum's barrier has read this sum.
+// The sums of COUNT values (1 or 2) over the threads of a row, in each of them. `turn` alternates between two parts of
+// shared memory, so one barrier is enough: a thread at the next sum's barrier has read this sum.
 template <int COUNT>
 __device__ __forceinline__ void add_row(float (&values)[COUNT], int& turn) {
 #pragma unroll
@@ -98,7 +104,7 @@ __device__ __forceinline__ void add_row(float (&values)[COUNT], int& turn) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) sums[i * WARPS + threadIdx.x / 32] = values[i];
     __syncthreads();
-    const int from = threadIdx.x / LANES * ROW_WARPS + threadIdx.x % ROW_WARPS;
+    const int from = threadIdx.x / LANES * ROW_WARPS + threadIdx.x % ROW_WARPS;  // each warp reads its row's sums again
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) values[i] = sum_of_lanes<ROW_WARPS>(sums[i * WARPS + from]);
 }

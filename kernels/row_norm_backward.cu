@@ -1,13 +1,16 @@
 // Backward layer norm and RMS norm with their activation (row_norm.cuh has the layout). The normalised row is never
-// stored: its activation's argument is computed again. With d, the gradient before the activation times the weight,
+// stored: its activation's argument is computed again. With d, the gradient before the activation times the weight, and
+// normalised = (in - mean) * invstd, or in * invstd for RMS norm,
 //
 //   in_grad = invstd * (d - mean of d - normalised * mean of (d * normalised))        RMS norm: without the mean of d
 //
 // A thread has the same channels of every row, so it adds up their gradients of weight and bias in registers. The sums of
-// a block's rows meet in shared memory, and those of the blocks in `scratch`, where row_norm_sum.cu adds them up.
+// a block's rows meet in shared memory, and those of the blocks in `scratch`, (blocks, AFFINE, channels), where
+// row_norm_sum.cu adds them up.
 //
 // Compile-time, beside what row_norm.cuh lists: DTYPE, ACTIVATION, HAS_RESIDUAL, CENTRED (a mean is subtracted),
-// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors larger than the L2 cache); HELD goes unused.
+// OWN_WEIGHTS (weights in DTYPE), STREAM (tensors of more than 32 MiB, of which an L2 cache keeps little). HELD is set,
+// too, but only row_norm.cu reads it.
 //
 // Parts:
 //   block   THREADS / LANES rows at once, and further rows; and sums for the gradients of weight and bias, of its
@@ -27,13 +30,13 @@
 //      86% of bytes: n=1597440 p=1 c=96 dtype=bfloat16 activation=silu direction=backward affine=weight centred=false
 #include "row_norm.cuh"
 
-constexpr int WIDTH = LANES > 32 ? LANES : 32;  // threads that add up the rows of a block together
+constexpr int WIDTH = LANES > 32 ? LANES : 32;  // a warp, whose rows shuffles add up, or the several warps of one row
 constexpr int WIDTHS = THREADS / WIDTH;
-// Floats that all but the first WIDTH threads hand over; sums of rows have the same shared memory before.
+// Floats that all but the first WIDTH threads hand over at a time; before, sums of rows have the same shared memory.
 enum { HANDED = AFFINE ? (WIDTHS - 1) * LANES * VECTOR : 0, FLOATS = HANDED > SUMS_FLOATS ? HANDED : SUMS_FLOATS };
 static_assert(FLOATS * sizeof(float) == HOST_SMEM_BYTES, "the host sizes shared memory otherwise");
 
-// Leaves the sums over a block's rows with the threads of its first row.
+// Leaves the sums over a block's rows with the threads of its first row, for VECTOR channels of each.
 __device__ __forceinline__ void add_rows(float (&values)[VECTOR]) {
 #pragma unroll
     for (int apart = LANES; apart < 32; apart *= 2)
@@ -53,7 +56,7 @@ __device__ __forceinline__ void add_rows(float (&values)[VECTOR]) {
         for (int v = 0; v < VECTOR; ++v) values[v] += shared[(other * VECTOR + v) * LANES + lane];
 }
 
-// A row's statistics, as forward stored them.
+// A row's mean, 0 for RMS norm, and 1 over its standard deviation (invstd), as forward stored them.
 struct Statistics {
     float centre, deviation;
 
@@ -91,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
             float more[VECTOR], weights[VECTOR], offset[VECTOR];
             row.of[0][a].to_floats(x[a]);
             row.of[1][a].to_floats(d[a]);
-            if (HAS_RESIDUAL) row.of[1 + HAS_RESIDUAL][a].to_floats(more);
+            if (HAS_RESIDUAL) row.of[1 + HAS_RESIDUAL][a].to_floats(more);  // [2], or a legal index that goes unused
             load_weights(weights, weight, 1.0f, AFFINE > 0, lane, a);
             load_weights(offset, bias, 0.0f, AFFINE > 1 && ACTIVATION != ACTIVATION_NONE, lane, a);
 #pragma unroll
@@ -109,17 +112,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_norm_backward(
                 result.from_floats(d[a]);
                 if (is_row) store_last(residual_grad + lane.offset(a, lane.row), result);
             }
-            float product = 0.0f, sum = 0.0f;  // accesses are added up side by side
+            float product = 0.0f, sum = 0.0f;  // one of each for each access: additions need not wait for one another
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 if (AFFINE > 0) grads[0][a][v] += d[a][v] * x[a][v];
-                if (AFFINE > 1) grads[AFFINE / 2][a][v] += d[a][v];
-                d[a][v] *= weights[v];
+                if (AFFINE > 1) grads[AFFINE / 2][a][v] += d[a][v];  // [1]
+                d[a][v] *= weights[v];  // from here on the d of the formula
                 product += d[a][v] * x[a][v];
                 sum += d[a][v];
             }
             sums[0] += product;
-            if (CENTRED) sums[CENTRED] += sum;
+            if (CENTRED) sums[CENTRED] += sum;  // [1]
         }
         add_row(sums, turn);
         const float factor = sums[0] * share, constant = CENTRED ? sums[CENTRED] * share : 0.0f;

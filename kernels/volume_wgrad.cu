@@ -4,18 +4,22 @@
 //   bias_grad[k]        = sum over n, o of out_grad[n, o, k]
 //
 // where o and tap are positions on three axes, and m is the channel multiplier. The layer's sizes are run-time
-// arguments. Compile-time, of each axis: WINDOW, STRIDE, DILATION; DTYPE, HAS_BIAS, REPEAT (output channels of a
-// thread that share an input channel), MAX_REGISTERS (of a thread), and the config:
+// arguments. Compile-time, of each axis: WINDOW (the filter's size), STRIDE, DILATION; DTYPE, HAS_BIAS, REPEAT (output
+// channels of a thread that share an input channel), MAX_REGISTERS (of a thread), and the config:
 //
 //   VEC             channels of a thread: one access to memory
 //   TILE_P, TILE_Q  output rows and columns of a thread
 //   PLANE_EACH      a thread has one plane of the filter (1) or all of them (0)
-//   PLANE_AHEAD     the input is loaded a step (1) or a row (0) ahead of its arithmetic, into registers
+//   PLANE_AHEAD     the input is loaded a step (1) or a row (0) ahead of its arithmetic, into registers; out_grad
+//                   always a step
+//
+// (The config also has lanes_c, threads, bands and splits, which the host makes a launch of.)
 //
 // A thread owns VEC channels and BLOCK_T planes of the filter, whose sums stay in its registers, and goes through
-// tiles of the images: TILE_P x TILE_Q pixels of a band of output planes. It walks down such a tile; each row of
-// an input plane is loaded and converted once, and meets the DEPTH output planes that it overlaps, which slide
-// through registers. STRIDE = DILATION = 1, BLOCK_T = 3:
+// tiles of the images: TILE_P x TILE_Q pixels of a band of output planes. It walks down such a tile, in steps of one
+// output plane and STRIDE input planes. Each row of an input plane is loaded and converted once, and meets the DEPTH
+// output planes that it overlaps, which slide through registers. Input planes are counted from the first one of the
+// padding here. STRIDE = DILATION = 1, BLOCK_T = 3:
 //
 //        row of input plane i ----+---- window[0]: output plane i      --> sums of filter plane 0    (entered by this step)
 //                                 +---- window[1]: output plane i - 1  --> sums of filter plane 1
@@ -23,16 +27,19 @@
 //
 // Threads of a block run along channels first (lanes_c of them), then planes of the filter, then tiles.
 // At the end the block adds its threads' sums in shared memory. One block alone (splits = 1) writes the result;
-// of several that share a channel, each writes its sums to `partials`, and depthwise_wgrad_sum adds them up in a
+// of several that share a channel, each writes its sums to `partials`, and depthwise_wgrad_sum.cu adds them up in a
 // fixed order. So the bits are the same every time.
 //
+// Zeros stand for pixels outside of the images, and are multiplied, too: an infinity or NaN near a border may make NaN
+// of sums that it is no part of, of its channel.
+//
 // Parts:
-//   block   lanes_c neighbours along channels by PLANE_GROUPS by tiles, of a split of these
+//   block   lanes_c neighbours along channels by PLANE_GROUPS by tiles_at_once tiles at a time, of one split of them
 //   thread  BLOCK_T planes of the filter of VEC channels, whose sums are registers, of TILE_P x TILE_Q positions at a
 //           time
 //
-// Bound: bytes in the floor; in fact the issue of instructions, 55 % of them multiply-adds at 3x3x3, by the few
-// threads that fit beside 27 sums or more a channel in registers.
+// Bound: the floor is the time of the bytes, but the issue of instructions takes longer: at 3x3x3, 55 % of them are
+// multiply-adds. With 27 sums or more a channel in registers, few threads fit to issue them.
 //
 // Instructions: float32 multiply-adds and loads of VEC channels straight to registers, as in depthwise_wgrad.cu.
 //
@@ -47,12 +54,12 @@
 #include "volume.cuh"
 
 constexpr int BLOCK_T = PLANE_EACH ? 1 : WINDOW_D;
-constexpr int PLANE_GROUPS = WINDOW_D / BLOCK_T;
-constexpr int DEPTH = DILATION_D * (BLOCK_T - 1) / STRIDE_D + 1;
+constexpr int PLANE_GROUPS = WINDOW_D / BLOCK_T;                 // threads that share a filter
+constexpr int DEPTH = DILATION_D * (BLOCK_T - 1) / STRIDE_D + 1;  // output planes that an input plane meets
 constexpr int IN_H = STRIDE_H * (TILE_P - 1) + DILATION_H * (WINDOW_H - 1) + 1;  // input rows of a tile
 constexpr int IN_X = STRIDE_W * (TILE_Q - 1) + DILATION_W * (WINDOW_W - 1) + 1;  // input columns of a tile
 constexpr int ROWS = STRIDE_D * IN_H;  // input rows of a step
-constexpr int AHEAD = PLANE_AHEAD ? ROWS : 1;
+constexpr int AHEAD = PLANE_AHEAD ? ROWS : 1;  // rows that are loaded ahead
 constexpr int IN_VEC = VEC / REPEAT;
 constexpr int TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
 enum { THREAD_FLOATS = WINDOW_W * VEC };  // of shared memory: a thread's sums of one filter row
@@ -65,6 +72,9 @@ static_assert(PLANE_GROUPS == HOST_PLANE_GROUPS, "the host counts a block's thre
 static_assert(DEPTH == HOST_DEPTH && IN_H == HOST_IN_H && IN_X == HOST_IN_X, "the host counts a thread's work by them");
 static_assert(THREAD_FLOATS == HOST_THREAD_FLOATS, "the host gives each thread so much shared memory");
 
+// Images of d x h x w positions of `in` and z x p x q of `out_grad`, which has `k` channels. c_tiles blocks share a
+// pixel's channels, lanes_c threads of a block each. A channel has `tiles` tiles: p_tiles by q_tiles pixels of each of
+// `bands` bands, of band_planes output planes, of each image. `splits` blocks share them, each tiles_at_once in a turn.
 extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
     Element* __restrict__ filter_grad, Element* __restrict__ bias_grad, const Element* __restrict__ out_grad,
     const Element* __restrict__ in, float* partials, int k, int multiplier, int d, int h, int w, int z, int p, int q,
@@ -77,7 +87,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
     const int c_first = c_tile * lanes_c * VEC, k0 = c_first + lane_c * VEC;
     const int t0 = tid / lanes_c % PLANE_GROUPS * BLOCK_T;
     const int lanes = lanes_c * PLANE_GROUPS, lane_tile = tid / lanes;
-    const int last_tile = lane_tile < tiles_at_once && k0 < k ? tiles : 0;
+    const int last_tile = lane_tile < tiles_at_once && k0 < k ? tiles : 0;  // idle threads only meet the barriers
     const int in_channels = k / multiplier;
 
     float acc[BLOCK_T][WINDOW_H][WINDOW_W][VEC] = {}, bias_acc[VEC] = {};
@@ -87,7 +97,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
         const int planes = min(band_planes, z - z0);
         const int x0 = q0 * STRIDE_W - pad_w, y0 = p0 * STRIDE_H - pad_h;
         const int plane0 = z0 * STRIDE_D - pad_d + DILATION_D * t0;
-        u32 in_rows = 0, in_columns = 0, out_columns = 0;
+        u32 in_rows = 0, in_columns = 0, out_columns = 0;  // a bit for each that lies in the image
 #pragma unroll
         for (int i = 0; i < IN_H; ++i) in_rows |= static_cast<u32>(y0 + i >= 0 && y0 + i < h) << i;
 #pragma unroll
@@ -99,6 +109,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
 
         Vector<IN_VEC> ahead_in[AHEAD][IN_X];
         Vector<VEC> ahead_out[TILE_P][TILE_Q];
+        // Row index % IN_H of the step's input plane index / IN_H.
         auto load_row = [&](Vector<IN_VEC> (&to)[IN_X], int step, int index) {
             const int plane = plane0 + STRIDE_D * step + index / IN_H;
             const u32 columns = plane >= 0 && plane < d && in_rows >> index % IN_H & 1 ? in_columns : 0;
@@ -109,6 +120,7 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
                 if (columns >> i & 1) to[i].load(pixel(row, i, in_channels));
             }
         };
+        // The tile's pixels of the step's output plane; zeros outside of the band, too.
         auto load_plane = [&](int step) {
 #pragma unroll
             for (int o = 0; o < TILE_P; ++o) {
@@ -152,10 +164,10 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
                 if (next_step < steps) load_row(ahead_in[index % AHEAD], next_step, next);
 #pragma unroll
                 for (int t = 0; t < BLOCK_T; ++t) {
-                    if (DILATION_D * t % STRIDE_D != index / IN_H) continue;
+                    if (DILATION_D * t % STRIDE_D != index / IN_H) continue;  // meets no output
 #pragma unroll
                     for (int o = 0; o < TILE_P; ++o) {
-                        const int dilated_r = index % IN_H - STRIDE_H * o;
+                        const int dilated_r = index % IN_H - STRIDE_H * o;  // DILATION_H * r
                         if (dilated_r < 0 || dilated_r % DILATION_H || dilated_r / DILATION_H >= WINDOW_H) continue;
 #pragma unroll
                         for (int j = 0; j < TILE_Q; ++j)
@@ -174,6 +186,8 @@ extern "C" __global__ void __maxnreg__(MAX_REGISTERS) volume_wgrad(
     // The block's sums: over the threads that go through different tiles.
     const i64 filter_elements = static_cast<i64>(k) * TAPS;
     const i64 elements = filter_elements + (HAS_BIAS ? k : 0);
+    // Sum e of `lane` comes from tiles_at_once threads. Each plane group has sums of the bias; those of the first one
+    // count. (? 0 and % VEC only keep indices legal in the branch that is not taken.)
 #pragma unroll
     for (int row = 0; row < BLOCK_T * WINDOW_H + HAS_BIAS; ++row) {  // a filter row at a time, then the bias
         const bool is_bias = row == BLOCK_T * WINDOW_H;
