@@ -30,7 +30,7 @@ from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
-_CALL = "_compiled_call_impl"  # PyTorch's attribute of a module that runs in its place
+_CALL = "_compiled_call_impl"  # of a module: PyTorch calls it instead
 #: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
 #: more or once less, and another algorithm adds in another order.
 TOLERANCE = {

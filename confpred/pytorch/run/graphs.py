@@ -187,8 +187,7 @@ class Recording:
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `plain` as a CUDA graph wherever that is right, unless there
     is a `reason` why it cannot become one; the arguments are those of `Graphed`."""
-    allocator = torch.cuda.get_allocator_backend()
-    if allocator != "native":
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
         reason = f"the allocator is {allocator}"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         reason = "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
@@ -200,8 +199,7 @@ def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: A
 
 
 def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
-    """Return why `gm`, which writes to inputs at `written`, can be a CUDA graph in no process, else
-    None; PyTorch's cache keeps the answer."""
+    """Return why `gm`, which writes to inputs at `written`, is never a CUDA graph, else None."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
