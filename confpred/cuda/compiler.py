@@ -284,18 +284,21 @@ def open_kernels(folder: Path, arch: str, *, whole: bool = True) -> KernelBundle
             )
     bundle = KernelBundle(folder.resolve(), arch)
     with uninterrupted, _lock:
-        _opened = (bundle, *(other for other in _opened if other != bundle))
+        _opened = (bundle, *_opened)
         if not whole:
             _incomplete.add(bundle)
     return bundle
 
 
 def close_kernels(bundle: KernelBundle) -> None:
-    """Stop looking for kernels in `bundle`; loaded kernels stay loaded."""
+    """Undo one `open_kernels` of `bundle`; loaded kernels stay loaded."""
     global _opened
     with uninterrupted, _lock:
-        _opened = tuple(other for other in _opened if other != bundle)
-        _incomplete.discard(bundle)
+        if bundle in _opened:
+            place = _opened.index(bundle)
+            _opened = _opened[:place] + _opened[place + 1 :]
+        if bundle not in _opened:
+            _incomplete.discard(bundle)
 
 
 def read_bundled(spec: KernelSpec, arch: str) -> bytes | None:

@@ -106,17 +106,29 @@ def _forget() -> None:
 
 
 @cache
+def _packaged() -> dict[str, Family]:
+    """Return the families of this package by name, in the order of their names."""
+    package = confpred.families
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    names = (*(info.name for info in modules), *_LIBRARIES)
+    packaged = [family for name in names for family in families_in(name)]
+    return {f.name: f for f in sorted(packaged, key=lambda f: f.name)}
+
+
+def is_extended(operation: str) -> bool:
+    """Return whether a family that is not this package's computes the operation of this name."""
+    others = (family for name, family in all_families().items() if name not in _packaged())
+    return operation in (family.operation.name for family in others)
+
+
+@cache
 def all_families() -> MappingProxyType[str, Family]:
     """Return every family by name, this package's first, in the order of their names.
 
     Raises:
         InvalidInput: a plug-in cannot be imported, has no ``FAMILY``, or takes a name that is used.
     """
-    package = confpred.families
-    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    names = (*(info.name for info in modules), *_LIBRARIES)
-    packaged = [family for name in names for family in families_in(name)]
-    by_name: dict[str, Family] = {f.name: f for f in sorted(packaged, key=lambda f: f.name)}
+    by_name = dict(_packaged())
     for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
             families = families_in(module)

@@ -117,6 +117,12 @@ class Predictor:
         """Choices of the plan that is followed; empty without one."""
         return tuple(self._planned.values())
 
+    def following(self, plan: Plan) -> Predictor:
+        """Return a predictor that follows `plan`, and else the plan and the models of this one."""
+        followed = Predictor(self._models, plan, further=self._further)
+        followed._planned = self._planned | followed._planned
+        return followed
+
     def within(self, limits: Limits) -> Predictor:
         """Return a predictor that chooses as this one does among candidates within `limits`;
         a plan's choices and measured configs outside of them are skipped.

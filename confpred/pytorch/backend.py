@@ -325,8 +325,9 @@ class Compiler:
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
             )
-        steps += [layouts.lay_out_group_norms, passes.restore_eager_batch_norms]
-        self._attempt(joint, [*steps, passes.describe_tensors])
+        steps += [layouts.lay_out_gradients, layouts.lay_out_group_norms]
+        steps += [passes.restore_eager_batch_norms, passes.describe_tensors]
+        self._attempt(joint, steps)
         return partitioners.default_partition(joint, inputs, **options)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -291,7 +291,7 @@ def _forward_of(pytorch: Callable[..., Tensor]) -> Callable[..., Tensor]:
             self.groups == 1
             or torch.compiler.is_compiling()
             or self.padding_mode != "zeros"
-            or isinstance(self.padding, str)
+            or {type(self.stride), type(self.padding), type(self.dilation)} != {tuple}
             or not input.is_cuda
             or not is_plain(input, weight, *(() if bias is None else (bias,)))
         ):

@@ -26,7 +26,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 
-from confpred.families.registry import all_operations, operation_named
+from confpred.families.registry import all_operations, is_extended, operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
@@ -119,8 +119,8 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     """Return what the rewriting of a graph depends on beside what PyTorch's key covers.
 
     None where that cannot be said, as with open sizes, several GPUs, choices by a service or by
-    measurements, and kept answers that ranks have to agree about; and where a backward pass may
-    never be asked for, as it is compiled with it.
+    measurements, families of a plug-in, and kept answers that ranks have to agree about; and where
+    a backward pass may never be asked for, as it is compiled with it.
     """
     if not should_use_local_autograd_cache():
         return None
@@ -141,7 +141,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
         facts.append(device)
         for operation in filter(choosing.is_known, all_operations()):
             predictor = choosing.current_predictor(operation)
-            if type(predictor) is not Predictor:
+            if type(predictor) is not Predictor or is_extended(operation):
                 return None
             model = predictor.models.get(device.key)
             if model is None and operation == CONVOLUTION.name:  # its layers may be measured
@@ -161,8 +161,8 @@ def _ordinals(inputs: Sequence[Any]) -> set[int]:
 
 @cache
 def _sources() -> str:
-    """Return a digest of the package's Python files."""
+    """Return a digest of the package's Python files and tables."""
     digest = hashlib.sha256()
-    for path in sorted(_SOURCES.rglob("*.py")):
+    for path in sorted(p for kind in ("py", "csv") for p in _SOURCES.rglob(f"*.{kind}")):
         digest.update(path.relative_to(_SOURCES).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

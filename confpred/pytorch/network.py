@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
+from torch.jit import _recursive
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
@@ -28,6 +30,7 @@ from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
+_CALL = "_compiled_call_impl"  # of a module: PyTorch calls it instead
 #: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
 #: more or once less, and another algorithm adds in another order.
 TOLERANCE = {
@@ -83,9 +86,7 @@ def optimize(
         return torch.compile(frame, backend=backend, dynamic=dynamic, options=dict(options))
 
     made = _Optimized(model, capture, calls)
-    call = _as_function(made, model)
-    call.calls = calls
-    model._compiled_call_impl = call
+    model._compiled_call_impl = made
     if example_inputs is not None:
         try:
             _compare(model, made, *as_arguments(example_inputs))
@@ -96,6 +97,8 @@ def optimize(
             raise ConfpredError(f"{type(model).__name__} is unchanged: {error}") from error
     _watch_parts(model, calls)
     show_in_repr()
+    if _CALL not in _recursive.ignored_attributes:  # TorchScript knows no type of it
+        _recursive.ignored_attributes.append(_CALL)
     return model
 
 
@@ -126,7 +129,32 @@ def _check(model: object) -> None:
         raise InvalidInput("model", type(model).__name__, "a module that was not compiled yet")
 
 
-class _Optimized:
+class _Call:
+    """A call of a module that PyTorch makes in place of its own.
+
+    It belongs to one module: PyTorch finds it in a copy with the same attributes, too, such as a
+    replica of ``DataParallel``, which runs in eager mode. A deep copy or a pickle of it is None.
+    """
+
+    run: Callable[..., Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if not _is_traced():
+            # PyTorch does not pass the module that is called.
+            module = sys._getframe(1).f_locals.get("self", module)
+            if module is self._module:
+                return self.run(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _Optimized(_Call):
     """The function that runs an optimized model: its captured forward, or the model itself.
 
     Dynamo's guards miss new classes of modules (before PyTorch 2.13), new methods of a class, and
@@ -140,12 +168,13 @@ class _Optimized:
     def __init__(
         self, model: nn.Module, capture: Callable[[], Callable[..., Any]], calls: Calls
     ) -> None:
-        self._model, self._capture, self.calls = model, capture, calls
+        super().__init__(model)
+        self._capture, self.calls = capture, calls
         self._modules, self.captured = tuple(model.modules()), capture()
         self._code, self.is_watched = _code_of(self._modules), True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls, model = self.calls, self._model
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        calls, model = self.calls, self._module
         if self.is_watched:
             self.is_watched = False
             _unwatch_parts(model)
@@ -168,13 +197,14 @@ class _Optimized:
         return results
 
 
-class _Part:
+class _Part(_Call):
     """A module of an optimized model that has not been called: it warns where it runs alone."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, calls: Calls) -> None:
-        self._model, self._name, self._module, self.of = model, name, module, calls
+        super().__init__(module)
+        self._model, self._name, self.of = model, name, calls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.of.outside:
             self.of.outside, kind = self._name, type(self._model).__name__
             log.warning(
@@ -189,7 +219,7 @@ def _watch_parts(model: nn.Module, calls: Calls) -> None:
     """Notice where a module of `model` runs before the model is called."""
     for name, module in model.named_modules():
         if module._compiled_call_impl is None or _is_part(module):
-            module._compiled_call_impl = _as_function(_Part(model, name, module, calls), module)
+            module._compiled_call_impl = _Part(model, name, module, calls)
 
 
 def _unwatch_parts(model: nn.Module) -> None:
@@ -199,20 +229,7 @@ def _unwatch_parts(model: nn.Module) -> None:
 
 
 def _is_part(module: nn.Module) -> bool:
-    return type(getattr(module._compiled_call_impl, "made", None)) is _Part
-
-
-def _as_function(made: _Optimized | _Part, module: nn.Module) -> Any:
-    """Return `made` as a function for calls of `module`: TorchScript skips functions among a
-    module's attributes, and refuses other objects. Under a trace it calls the module itself."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_traced():
-            return module._call_impl(*args, **kwargs)
-        return made(*args, **kwargs)
-
-    call.made = made  # type: ignore[attr-defined]
-    return call
+    return type(module._compiled_call_impl) is _Part
 
 
 def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:

@@ -47,6 +47,11 @@ _UNCHECKED = tuple(
 )  # fmt: skip
 #: Others of that kind, which confpred's norms may replace, and how many images they read.
 _GROUP_NORMS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
+#: Gradients of activations that PyTorch's fake tensors expect to lie as another operand.
+_GRADIENTS = tuple(
+    getattr(aten, f"{name}_backward").default
+    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "rrelu_with_noise", "softplus")
+)
 #: Numbers of dimensions of images, and of images and volumes.
 _IMAGES, _VOLUMES = (4,), (4, 5)
 #: By how much longer PyTorch's operator for a dense volume in half precision takes channels first,
@@ -155,6 +160,17 @@ def keep_strides(graph: fx.Graph) -> None:
     PyTorch's, which all other nodes follow."""
     if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         _propagate(graph, _copy_inputs)
+
+
+def lay_out_gradients(graph: fx.Graph) -> None:
+    """Let all operands of some gradients lie as PyTorch's fake result, as the real one lies as one
+    of them."""
+    for target in _GRADIENTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            for source in node.all_input_nodes:
+                if _has_new_strides(val_of(source), val_of(node)):
+                    copy = _add_copy_like(source, val_of(source), val_of(node), node)
+                    node.replace_input_with(source, copy)
 
 
 def lay_out_group_norms(graph: fx.Graph) -> None:

@@ -149,7 +149,7 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
     former = {operation.name: _predictors.get(operation.name) for operation in plan.operations}
     for name in former:
-        use_predictor(Predictor.load(plan=plan, operation=name), name)
+        use_predictor(current_predictor(name).following(plan), name)
 
     def undo() -> None:
         for name, predictor in former.items():

@@ -187,6 +187,10 @@ class Recording:
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `plain` as a CUDA graph wherever that is right, unless there
     is a `reason` why it cannot become one; the arguments are those of `Graphed`."""
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        reason = f"the allocator is {allocator}"
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        reason = "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
         arguments["reasons"].add(f"as {reason}")
@@ -195,7 +199,7 @@ def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: A
 
 
 def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
-    """Return why `gm`, which writes to inputs at `written`, cannot be a CUDA graph, else None."""
+    """Return why `gm`, which writes to inputs at `written`, is never a CUDA graph, else None."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
@@ -205,10 +209,6 @@ def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[in
         return f"it uses {', '.join(others) or 'no device'}"
     if len(devices) > 1:
         return f"it uses several devices: {', '.join(sorted(map(str, devices)))}"
-    if torch.cuda.get_allocator_backend() != "native":
-        return f"the allocator is {torch.cuda.get_allocator_backend()}"
-    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        return "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
     plain = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
     for node in plain.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):

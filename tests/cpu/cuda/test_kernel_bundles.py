@@ -137,8 +137,10 @@ def test_the_bundle_that_was_opened_last_is_asked_first(
     first, second = open_kernels(made, ARCH), open_kernels(folder, ARCH)
     assert compiler._opened == (second, first)
     assert open_kernels(made, ARCH) == first
-    assert compiler._opened == (first, second)
+    assert compiler._opened == (first, second, first)
     shutil.rmtree(folder / "kernels")
+    close_kernels(first)
+    assert compiler._opened == (second, first)
     close_kernels(first)
     assert not compile_kernel(INSIDE, ARCH, KernelCache(tmp_path / "cache")).cached
 

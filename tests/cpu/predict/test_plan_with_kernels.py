@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,9 +119,25 @@ def test_what_is_undone_is_followed_no_more(made: Path, device: Callable[[str], 
     undo = confpred.use_plan(made)
     assert choosing.current_predictor().choose(DEPTHWISE, "h100").source == "pinned"
     assert [kernels.folder for kernels in compiler._opened] == [made]
+    with confpred.enabled(plan=made):
+        pass
+    assert [kernels.folder for kernels in compiler._opened] == [made]
     undo()
     assert choosing.current_predictor() is former
     assert compiler._opened == ()
+
+
+def test_layers_that_a_plan_lacks_are_chosen_as_without_it(
+    made: Path, tmp_path: Path, device: Callable[[str], None]
+) -> None:
+    """By the predictor in force, and by a plan that is followed already."""
+    device("h100")
+    choosing.use_predictor(Predictor({}))
+    planned, other = (replace(DEPTHWISE, n=n) for n in (DEPTHWISE.n + 1, DEPTHWISE.n + 2))
+    write_plan(tmp_path / "plan.json", plan_of(Predictor({}).choose_many([planned], "h100")))
+    with confpred.enabled(plan=tmp_path / "plan.json"), confpred.enabled(plan=made):
+        chosen = choosing.current_predictor().choose_many([DEPTHWISE, planned, other], "h100")
+    assert [choice.source for choice in chosen] == ["pinned", "pinned", "heuristic"]
 
 
 def test_without_a_gpu_the_choices_are_followed_alone(

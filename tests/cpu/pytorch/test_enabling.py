@@ -96,6 +96,22 @@ def test_layers_of_the_cpu_are_pytorchs(options) -> None:
         torch.testing.assert_close(again, grads, rtol=0, atol=0)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_layers_whose_sizes_are_lists_are_pytorchs(monkeypatch, name) -> None:
+    monkeypatch.setattr(eager, "is_plain", lambda *_: True)  # no plain tensor is on a GPU here
+    conv, x = layer(), image()
+    setattr(conv, name, [2, 2])
+    expected = conv(x)
+    with confpred.enabled():
+        assert torch.equal(conv(x.as_subclass(OnGpu)).as_subclass(torch.Tensor), expected)
+
+
 def test_torchscript_reads_pytorchs_method() -> None:
     conv, x = nn.Sequential(layer(), nn.ReLU()).eval(), image()
     with confpred.enabled():

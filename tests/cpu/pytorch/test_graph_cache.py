@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from torch._dynamo.utils import counters
 
 import confpred
 from confpred.cuda import driver
+from confpred.families import registry
 from confpred.predict.predictor import Predictor
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch import backend, graph_cache
-from confpred.pytorch.run import choosing
+from confpred.pytorch.run import choosing, graphs
 from confpred.sampler import kept
 
 LAST = torch.channels_last
@@ -204,6 +207,28 @@ def test_choices_of_others_are_not_kept(on_h100: Any, monkeypatch: pytest.Monkey
     served = Served(choosing.current_predictor().models)
     monkeypatch.setitem(choosing._predictors, "conv2d", served)
     assert graph_cache.identity_of(backend.Options(), [image()], False) is None
+
+
+def test_choices_among_families_of_a_plug_in_are_not_kept(on_h100: Any, monkeypatch: Any) -> None:
+    """Its configs may be others in the next process, under the same numbers."""
+    find = lambda: graph_cache.identity_of(backend.Options(), [image()], False)  # noqa: E731
+    before, families = find(), dict(registry.all_families())
+    monkeypatch.setattr(registry, "all_families", lambda: families)  # a module would be imported
+    families["softmax"] = SimpleNamespace(operation=SimpleNamespace(name="softmax"))
+    assert find() == before is not None
+    families["another"] = SimpleNamespace(operation=CONVOLUTION)
+    assert find() is None
+
+
+def test_an_allocator_that_forbids_cuda_graphs_is_seen_in_the_next_process(
+    on_h100: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers_of(network(), image())
+    monkeypatch.setattr(backend, "make_replayable", graphs.make_replayable)  # as on a GPU
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")  # its own
+    (*_, replay), (_, again) = layers_of(network(), image())
+    assert again == 1
+    assert replay == ("inference: no CUDA graph as the allocator is cudaMallocAsync",)
 
 
 def test_open_sizes_are_not_kept() -> None:

@@ -456,3 +456,22 @@ def test_inductor_computes_the_rest(served: Any, training: bool) -> None:
     layers = {"norm": nn.GroupNorm(4, WIDTH), "other": nn.InstanceNorm2d(WIDTH)}
     compare(network(forward, **layers), images(), training, inductor=True)
     assert len(asked(served)) == 2 + 2 * training
+
+
+@pytest.mark.parametrize("activation", [
+    nn.ELU(), nn.Hardsigmoid(), nn.Hardswish(), nn.ReLU6(), nn.Softplus(), nn.RReLU(0.2, 0.2),
+    nn.SiLU(), nn.Hardtanh(),
+])  # fmt: skip
+def test_gradients_of_activations_lie_as_the_norm_reads_them(
+    captured: Any, launches: Any, activation: nn.Module
+) -> None:
+    """PyTorch's fake tensors say of some that they lie as the activation's input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.GroupNorm(2, 8), activation, nn.Conv2d(8, 8, 3, groups=8))
+    model, x = model.to(memory_format=torch.channels_last), torch.randn(2, 8, 6, 6)
+    twin = copy.deepcopy(model)
+    confpred.optimize(model, inductor=False)
+    for network in (model, twin):
+        network(x).square().sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import pickle
 import random
 import weakref
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from network_blocks import BLOCKS, CONV, FOLD, LAST, Around, image, images, made
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
@@ -101,6 +103,55 @@ def test_a_shallow_copy_is_not_optimized(captured) -> None:
     other = copy.copy(confpred.optimize(model, x))
     assert (is_optimized(model), is_optimized(other)) == (True, False)
     torch.testing.assert_close(other(x), model(x))
+
+
+class OwnState(nn.Conv2d):
+    """A layer that says itself what of it is pickled and copied."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return dict(vars(self))
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """Return what `nn.DataParallel` makes for a further device, with parameters of its own."""
+    other = model._replicate_for_data_parallel()
+    other._parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return other
+
+
+@pytest.mark.parametrize(("kind", "copied"), [
+    (OwnState, copy.deepcopy),
+    (OwnState, lambda layer: pickle.loads(pickle.dumps(layer))),  # noqa: S301
+    (lambda *sizes: weight_norm(nn.Conv2d(*sizes)), copy.deepcopy), (nn.Conv2d, replica),
+])  # fmt: skip
+@torch.no_grad()
+def test_a_copy_of_all_attributes_runs_with_its_own_weights(captured, kind, copied) -> None:
+    """The copy of a model, and that of a part, which warns where it runs alone."""
+    model, x = confpred.optimize(nn.Sequential(kind(3, 4, 3))), image()
+    for layer in (model[0], confpred.optimize(kind(3, 4, 3))):
+        other = copied(layer)
+        other.bias = nn.Parameter(layer.bias + 1)
+        torch.testing.assert_close(other(x), layer._call_impl(x) + 1)
+
+
+class Plain(nn.Module):
+    """A module without annotations of its own, in which TorchScript reads those of `nn.Module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+@torch.no_grad()
+def test_torchscript_reads_an_optimized_a_called_and_a_reverted_model(captured) -> None:
+    model, x = nn.Sequential(Plain()), image()
+    expected = model(x)
+    for change in (confpred.optimize, lambda called: called(x), confpred.revert):
+        change(model)
+        torch.testing.assert_close(torch.jit.script(model)(x), expected)
 
 
 @torch.no_grad()
