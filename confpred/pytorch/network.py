@@ -30,7 +30,8 @@ from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
-_CALL = "_compiled_call_impl"  # of a module: PyTorch calls it instead
+#: An attribute of modules, which PyTorch calls in place of the module, and where it does.
+_CALL, _CALLER = "_compiled_call_impl", nn.Module._wrapped_call_impl.__code__
 #: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
 #: more or once less, and another algorithm adds in another order.
 TOLERANCE = {
@@ -145,7 +146,8 @@ class _Call:
         module = self._module
         if not _is_traced():
             # PyTorch does not pass the module that is called.
-            module = sys._getframe(1).f_locals.get("self", module)
+            if (caller := sys._getframe(1)).f_code is _CALLER:
+                module = caller.f_locals["self"]
             if module is self._module:
                 return self.run(*args, **kwargs)
         return module._call_impl(*args, **kwargs)
