@@ -115,6 +115,15 @@ def test_every_layer_that_takes_time_is_a_row(rank: int, training: bool) -> None
     assert told.step.unpredicted == 1 + training
 
 
+def test_a_product_of_a_matrix_with_itself_takes_time() -> None:
+    class Squared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(x, x, x)
+
+    (row,) = confpred.explain(Squared(), torch.rand(2048, 2048), "h100").rows
+    assert row.expected_ms > 0.02  # its operations, not its bytes
+
+
 def test_channels_first_layers_take_time() -> None:
     told = confpred.explain(layers(nn.Conv2d(64, 128, 1)), image(), "h100")
     first, second = (row for row in told.rows if row.sizes)
