@@ -262,9 +262,9 @@ def name_of(node: fx.Node) -> str:
     ``L['self']._modules['stage']...``."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
+    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|^self\.|\._modules", "", path)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
-    return re.sub(r"^(copy|model)\.", "", text.strip("."))
+    return text.strip(".")
 
 
 def convolution_s(node: fx.Node, device: Device) -> float:

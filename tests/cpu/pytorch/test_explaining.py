@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,6 +124,13 @@ def test_a_product_of_a_matrix_with_itself_takes_time() -> None:
 
     (row,) = confpred.explain(Squared(), torch.rand(2048, 2048), "h100").rows
     assert row.expected_ms > 0.02  # its operations, not its bytes
+
+
+def test_layers_have_the_names_that_their_modules_have() -> None:
+    model = nn.Sequential(OrderedDict((name, layers()) for name in ("model", "copy", "myself")))
+    rows = confpred.explain(model, image(), "h100").rows
+    names = {name for row in rows if row.sizes for name in row.layers}
+    assert names == {"model.0", "copy.0", "myself.0"}
 
 
 def test_channels_first_layers_take_time() -> None:
