@@ -237,8 +237,7 @@ def preview(
 
 def kept_folder(device: Device, operation: Operation) -> Path:
     """Return the folder of what is measured under this machine's driver and cuDNN."""
-    _, driver_version = driver.describe(0)
-    return kept.folder_of(device.key, operation, driver_version, cudnn_version())
+    return kept.folder_of(device.key, operation, driver.describe(0)[1], cudnn_version())
 
 
 def kept_answers(
