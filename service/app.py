@@ -60,7 +60,10 @@ def create_app(
     """Return the application. It loads the model of `settings` on start, unless it gets a
     `predictor`, or generations that are loaded. `accepted` are the access tokens.
 
-    Raises (on start):
+    Raises (on start, not in this call):
+        ModelError, DataError, InvalidInput: the model or the plan cannot be used; see
+            `Predictor.load`.
+        StorageError: the folder of measurements cannot be used.
     """
     metrics = Metrics(logs.lost)
     predict = Predict(settings, metrics, _generation)
@@ -117,11 +120,13 @@ def create_app(
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the entries of these error statuses in the OpenAPI description of a route."""
     return {status: {"model": requests.ErrorReply} for status in statuses}
 
 
 class _Shortcut:
-    """ASGI middleware that passes predictions by the router, which takes a tenth of their time."""
+    """ASGI middleware that calls the route of predictions directly, because routing would take a
+    tenth of their time."""
 
     def __init__(self, app: ASGIApp, route: APIRoute) -> None:
         self._app, self._route = app, route
@@ -171,7 +176,8 @@ async def models(request: Request, response: Response) -> schema.ModelsReply:
 
 
 async def _listed(app: FastAPI) -> schema.ModelsReply:
-    """Return the reply that lists all loaded and published models."""
+    """Return the reply that lists all loaded models, and those that retraining has published beside
+    them."""
     reply = _models(_loaded(app))
     if (exchange := app.state.exchange) is not None:
         digests = {model.digest for model in reply.models}
@@ -211,7 +217,7 @@ async def model_file(request: Request, digest: str, file: str) -> Response:
     if folder is None and exchange is not None:
         beside = await asyncio.to_thread(published, exchange.folder)
         folder = next((path for path, read in beside if read.digest == digest), None)
-    # A name that the card lacks could be a path to another folder.
+    # The name of a file might be a path to another folder, or one that no card lists.
     has_it = folder is not None and (folder / file).parent == folder and (folder / file).is_file()
     if folder is None or not has_it or file not in {CARD, SIGNATURE, *_files_of(folder)}:
         message = f"no model that /v1/models lists has this file: {shorten(f'{digest}/{file}')}"
@@ -376,6 +382,7 @@ async def rollback(request: Request) -> schema.ChangeReply:
 
 
 async def _ask_for_change(request: Request, word: str) -> schema.ChangeReply:
+    """Send `word`, reload or rollback, to the supervisor, and return its answer as the reply."""
     state = request.app.state
     if state.settings.tokens is None:  # else `Guard` has checked the token
         _check_local(request)
@@ -442,6 +449,8 @@ def _is_page(scope: Scope) -> bool:
 
 
 def _secret(scope: Scope) -> bytes | None:
+    """Return the secret in the Authorization header: None without that header, empty if its scheme
+    is not allowed here."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, secret = value.partition(b" ")

@@ -36,13 +36,14 @@ _COUNTS_S = 1.0  # between reports of the counts, which are lost if the process 
 
 
 class Worker:
-    """The worker's end of the channel, beside a server that answers."""
+    """The worker's end of the channel to the supervisor, beside the server that answers requests.
+    A method ``_on_...`` handles the message of that name."""
 
     def __init__(self, start: Start, app: FastAPI, loaded: Loaded) -> None:
         self._control, self._app, self._loaded = start.control, app, loaded
         self._connections = socket.socket(fileno=start.connections)
         self._connections.setblocking(False)
-        self._closed = 0
+        self._closed = 0  # connections, since the start
         self._leave_at = math.inf
         self._reporting = self.orphaned = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,6 +108,7 @@ class Worker:
         self._server.should_exit = True
 
     def _take(self) -> None:
+        """Take all connections that the supervisor has handed over."""
         while True:
             try:
                 said, handed, _, _ = socket.recv_fds(self._connections, 1, 1)
@@ -132,6 +134,7 @@ class Worker:
             self._count_closed()
 
     def _protocol(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
+        """Return the protocol of one connection, as uvicorn makes it for those that it accepts."""
         made = self._server.config.http_protocol_class(  # type: ignore[call-arg]
             config=self._server.config,
             server_state=self._server.server_state,
@@ -170,7 +173,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         self._worker.report_counts()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # so that the report leaves before the loop ends
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ class FamilyModel:
 
     @cached_property
     def is_free(self) -> bool:
-        """Whether all configs keep within no limits, so that none needs to be tested."""
+        """Whether all configs may run where there are no limits, so that none needs a test."""
         return is_free(self.family)
 
     def serves(self, problem: Record) -> bool:
@@ -148,7 +148,9 @@ class FamilyModel:
         return self.rank_pairs(pairs, problems.problems, device, wanted)
 
     def _together(self, family: Batched, problems: ProblemBatch, device: Device) -> Pairs:
+        """Return all legal pairs, by a few operations on arrays of all problems."""
         paired, rows, workings = family.offered(problems, device, family.whole)
+        # One problem alone needs no index.
         index = np.zeros(len(rows), np.intp) if paired.index is None else paired.index
         counts = np.bincount(index, minlength=len(problems.problems)).tolist()
         places = [place for place, count in enumerate(counts) if count]
@@ -166,6 +168,7 @@ class FamilyModel:
         return Pairs(places, bounds, rows, self.pool.spread(self.family, columns, device))
 
     def _one_by_one(self, problems: Sequence[Record], device: Device, limits: Limits) -> Pairs:
+        """Return all pairs that are legal and within `limits`."""
         legal = {place: self.legal(p, device, limits) for place, p in enumerate(problems)}
         legal = {place: rows for place, rows in legal.items() if len(rows)}
         if not legal:
@@ -177,8 +180,9 @@ class FamilyModel:
     def rank_pairs(
         self, pairs: Pairs, problems: Sequence[Record], device: Device, wanted: int = 1
     ) -> dict[int, tuple[Rows, NDArray[np.float64]]]:
-        """Return `rank` of the candidates of each problem, by the problem's position. The time of
-        the best one is predicted by `time`, the others' by their ratios to it from `order`."""
+        """Return `rank` of the candidates of each problem, by the problem's position. The first one
+        has the time that `time` predicts for the first one by `order`; the others follow by their
+        ratios to it from `ordering`."""
         rankings: dict[int, tuple[Rows, NDArray[np.float64]]] = {}
         if not pairs.places:
             return rankings
@@ -207,16 +211,16 @@ def order_candidates(
         For each problem the positions of its candidates in `pairs`, best first, and the logarithms
         of their costs, ascending.
     """
-    cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0
-    stages = np.zeros(len(pairs.rows), np.intp)
-    ranked: Rows = np.arange(len(pairs.rows))
+    cost, index, done = np.zeros(len(pairs.rows)), pairs.index, 0  # trees so far
+    stages = np.zeros(len(pairs.rows), np.intp)  # that each candidate was kept in
+    ranked: Rows = np.arange(len(pairs.rows))  # candidates to return, as far as is decided
     kept = ranked
     for trees, most in (*STAGES, (None, FINALISTS)):
         # Part by part, so that a candidate's cost, a sum of parts, depends on no other candidate.
         some = pairs.features[ranked] if done else pairs.features
         cost[ranked] += order.predict(some, done, trees)
         done = trees or done
-        kept = _first(pairs, index, kept, cost, most)
+        kept = _keep_cheapest(pairs, index, kept, cost, most)
         stages[kept] += 1
         if wanted <= most:
             ranked = kept
@@ -226,10 +230,11 @@ def order_candidates(
         yield at, np.maximum.accumulate(cost[at])
 
 
-def _first(
+def _keep_cheapest(
     pairs: Pairs, index: Rows, kept: Rows, cost: NDArray[np.floating[Any]], most: int
 ) -> Rows:
-    """Return the `most` of each problem's pairs `kept` that have the least `cost`."""
+    """Return those of the pairs `kept` that have the least `cost`: at most `most` of each problem,
+    whose number `index` has for every pair."""
     kept = kept[np.lexsort((pairs.rows[kept], cost[kept], index[kept]))]
     starts = np.searchsorted(index[kept], np.arange(len(pairs.places)))
     return kept[np.arange(len(kept)) - starts[index[kept]] < most]

@@ -1,8 +1,8 @@
 """From a problem to a choice: a pinned or measured one, else candidates -> cost -> compare.
 
 A device without a model gets the answers of the nearest device's model, which has learned ratios of
-times. Legality and features, such as waves, are those of the device that is asked for.
-`benchmarks/model/transfer.py` measures the loss.
+times: to a problem's best config, and to the roofline. Legality and features, such as waves, are
+those of the device that is asked for. `benchmarks/model/transfer.py` measures the loss.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from confpred.problem.device import KNOWN, Device, get_device, is_near
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.record import Record
 
-#: How many answers are remembered, or up to twice as many: choices of 2 kB, rankings of 16 kB.
+#: How many answers are cached, or up to twice as many: choices of 2 kB, rankings of 16 kB.
 BEST_KEPT = 8_192
 RANKINGS_KEPT = 512
-#: For how many limits there are answers in memory, or up to twice as many.
+#: For how many limits predictors, and their cached answers, are kept, or up to twice as many.
 _LIMITS_KEPT = 2
 #: Most problems that are predicted together: more would be no faster, and each takes about 1.4 MB
 #: during the prediction.
 TOGETHER = 16
 #: Choices of an answer that need no prediction, at most: the plan's and the best measured.
-_KNOWN = 2
+_MOST_SETTLED = 2
 _Asked = tuple[Record, Device, int]  # the problem, for which device, and how many choices
 
 
@@ -63,8 +63,13 @@ class Predictor:
         *,
         further: Mapping[type[Record], Mapping[str, Model]] = MappingProxyType({}),
     ) -> None:
-        """Use `models`, by device key, which must not change, and follow `plan` first; for problems
-        of a class in `further` use its models instead."""
+        """Use `models`, by device key, which must not change, and follow `plan` first.
+
+        Args:
+            models: models of one operation, by device key.
+            plan: choices that are taken as they are.
+            further: models of further operations, by device key, for each class of problems.
+        """
         self._models, self._further = MappingProxyType(models), further
         self._limits = UNLIMITED
         self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
@@ -90,8 +95,8 @@ class Predictor:
             plan: choices that are taken as they are (`confpred.predict.plan`): a `Plan`, a file, or
                 a folder, whose compiled kernels are not loaded here.
             device: refuse a plan whose choices are all for other devices.
-            operation: of the models of the package, where `model` is None.
-            further: operations whose problems the package's models of them choose for.
+            operation: the operation of the package's models, where `model` is None.
+            further: further operations, for whose problems the package's models of them choose.
 
         Raises:
             ModelError: the folder is missing, damaged or foreign.
@@ -229,13 +234,14 @@ class Predictor:
         return self.own_model(kind, device) or nearest_model(models, device, kind)
 
     def _answer_all(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
-        """Return the answers to questions about one device and number of choices."""
+        """Return the answers to questions of `asked`, which are all about one device and the same
+        number of choices."""
         if self._limits.deterministic:
             asked = [(_ask_repeatable(problem), device, top) for problem, device, top in asked]
         choices = [self._choices_before_model(*one) for one in asked]
         short = [i for i, (_, _, top) in enumerate(asked) if len(choices[i]) < top]
         for i, predicted in zip(short, self._predict([asked[i] for i in short]), strict=True):
-            if choices[i]:  # the bound is of a first choice alone
+            if choices[i]:  # these follow them, and a bound is of a first choice alone
                 predicted = [replace(c, regret_bound=None, extrapolated=False) for c in predicted]
             listed = {choice.candidate for choice in choices[i]}
             choices[i] += [choice for choice in predicted if choice.candidate not in listed]
@@ -255,7 +261,7 @@ class Predictor:
         if model is None or best is None or not self._keeps_within(problem, best.candidate):
             return settled
         if planned is None or planned.candidate != best.candidate:
-            ms = best.time_ms * 1e-3 * 1e3  # as predictions are made in seconds
+            ms = best.time_ms * 1e-3 * 1e3  # rounded as predictions are, which are in seconds
             one = Choice(problem, device.key, "measured", best.candidate, ms, model=model.version)
             settled.append(one)
         return settled
@@ -279,8 +285,8 @@ class Predictor:
         return len(within(family_of(candidate), problem, row, self._limits)) == 1
 
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
-        """Predict, or else estimate, for each question enough choices to fill the answer beside
-        those that need no prediction, best first; the first has the bound."""
+        """Predict, or else estimate, choices for each question, best first; the first has the
+        bound. They fill the answer, even if some are the choices that need no prediction."""
         ranked: dict[Record, list[Choice]] = {}
         for kind in {type(problem): None for problem, _, _ in asked}:
             _, device, top = asked[0]
@@ -301,10 +307,10 @@ class Predictor:
                 )
                 ranked[problem] = choices = [
                     replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
-                    for seconds, candidate in options[: top + _KNOWN]
+                    for seconds, candidate in options[: top + _MOST_SETTLED]
                 ]
                 bound, extrapolated = trust
-                choices[:1] = [
+                choices[:1] = [  # none if nothing is legal
                     replace(first, regret_bound=bound, extrapolated=extrapolated)
                     for first in choices[:1]
                 ]
@@ -318,7 +324,15 @@ class Predictor:
         top: int,
         predicted: Sequence[Options],
     ) -> list[Trust]:
-        """Return how far the first prediction for each problem can be trusted."""
+        """Return how far the first prediction for each problem can be trusted.
+
+        Args:
+            problems: problems of the model's operation.
+            device: the device that is asked for.
+            model: the model that predicted, perhaps of another device.
+            top: how many choices are asked for; for several, the trust is that of the single one.
+            predicted: the candidates for each problem, in the order of the answer.
+        """
         if top > 1:
             best = (self._best((problem, device, 1))[0] for problem in problems)
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
@@ -336,8 +350,8 @@ class Predictor:
         return trusts
 
     def _with_pytorch_ms(self, choices: list[Choice], device: Device) -> tuple[Choice, ...]:
-        """Return `choices` with the time of PyTorch's operator beside a measured one: as it was
-        predicted, or else by its ratio to the best that was measured."""
+        """Return `choices` with the time of PyTorch's operator, if one of them is measured: as it
+        was predicted, else as measured, else by its predicted ratio to the best measured config."""
         first = choices[0]
         if all(choice.source != "measured" for choice in choices):
             return tuple(choices)
@@ -366,7 +380,7 @@ def _limit_regret(choices: Sequence[Choice], max_regret: float | None) -> Sequen
 
 
 def _ask_repeatable(problem: Record) -> Record:
-    """Return `problem` with ``deterministic`` set, where its results may differ by call."""
+    """Return `problem` with ``deterministic`` set, if its results may differ from call to call."""
     asked = getattr(problem, "deterministic", True)
     if asked or getattr(problem, "direction", "wgrad") != "wgrad":
         return problem  # deterministic already
@@ -388,18 +402,18 @@ def _rank_by_model(
     if served and model.pytorch is not None:
         asked = [problems[i] for i in served]
         slowdowns = model.pytorch.slowdowns(asked, device)
-        # PyTorch's operator was compared with the fastest config of all.
-        every = [ranked[i] for i in served]
+        # The model compares PyTorch's operator with the fastest config without limits.
+        unlimited = [ranked[i] for i in served]
         if limits != UNLIMITED:
-            every = rank_families(model.families_for(asked), model.gate, asked, device, top)
-        for i, options, slowdown in zip(served, every, slowdowns, strict=True):
+            unlimited = rank_families(model.families_for(asked), model.gate, asked, device, top)
+        for i, options, slowdown in zip(served, unlimited, slowdowns, strict=True):
             ranked[i] = with_pytorch(ranked[i], slowdown, (options or ranked[i])[0][0])
     return ranked
 
 
 def _rank_by_estimate(problem: Record, device: Device, top: int, limits: Limits) -> list[Choice]:
-    """Return the configs of all families by their own estimates, which are too rough to be
-    compared with anything but one another."""
+    """Return the best `top` configs within `limits`, and a few more, by the families' own
+    estimates, which are too rough to be compared with anything but one another."""
     options: Options = []
     for name, family in kernels_of(problem).items():
         rows, seconds = rank_by_estimate(family, problem, device)
@@ -408,7 +422,7 @@ def _rank_by_estimate(problem: Record, device: Device, top: int, limits: Limits)
         options += [(value, Candidate(name, row)) for value, row in first]
     return [
         Choice(problem, device.key, "heuristic", candidate, launch_ms(seconds))
-        for seconds, candidate in sorted(options)[: top + _KNOWN]
+        for seconds, candidate in sorted(options)[: top + _MOST_SETTLED]
     ]
 
 
@@ -442,7 +456,7 @@ def nearest_model(models: Mapping[str, Model], device: Device, problem: type) ->
     problems of the class `problem`; one of the same architecture is nearer than all others."""
 
     def order(key: str) -> tuple[bool, float, str]:
-        described = KNOWN.get(key) or models[key].device
+        described = KNOWN.get(key) or models[key].device  # which may have to be loaded
         return not is_near(device, described), distance(described, device), key
 
     for key in sorted(models, key=order):

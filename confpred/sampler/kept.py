@@ -33,7 +33,8 @@ from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
 log = logging.getLogger(__name__)
-#: A kernel has to be faster than PyTorch's operator by more than two measurements differ.
+#: A kernel has to take less than this share of the time of PyTorch's operator: two measurements of
+#: the same differ by less.
 GAIN = 0.98
 _COLUMNS = ("family", "config", "source_digest", "status", "time_ms")
 
@@ -47,7 +48,7 @@ class Timed:
     digest: str
 
 
-#: Candidates of each problem that gave right results.
+#: Candidates of each problem that gave right results, the fastest first.
 Times = Mapping[Record, tuple[Timed, ...]]
 
 
@@ -57,7 +58,7 @@ def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Pat
 
 
 def shards_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
-    """Return the files that there are, of one driver or all; the device ``*`` is every one."""
+    """Return the files of measurements that exist; ``*`` stands for all devices or drivers."""
     files = f"{device}/{driver}_*/{operation.name}/rows-*.parquet"
     return sorted(cache_folder("tuned").glob(files))
 
@@ -106,8 +107,9 @@ def _ms(timed: Timed) -> float:
 def answer(
     problem: Record, device: Device, timed: Iterable[Timed], limits: Limits
 ) -> Choice | None:
-    """Return the fastest of the candidates `timed`, which rise in time, that is legal, keeps within
-    `limits` and is of today's kernels; None where PyTorch's operator was not measured."""
+    """Return the fastest of the candidates `timed`, fastest first, that is legal, keeps within
+    `limits` and is of today's kernels; PyTorch's operator where none is faster by `GAIN`. None
+    where that was not measured."""
     every = list(timed)
     digest = epilogue_source(problem)  # of what follows PyTorch's operator
     pytorch = [t.ms for t in every if (t.candidate, t.digest) == (PYTORCH_OPERATOR, digest)]
@@ -120,6 +122,8 @@ def answer(
 
 
 def _is_current(problem: Record, device: Device, timed: Timed, limits: Limits) -> bool:
+    """Return whether a candidate can be launched as it was measured: it is legal, of today's
+    kernel, and within `limits`."""
     family, row = families_of(problem).get(timed.candidate.provider), timed.candidate.config_id
     if family is None or not family.legal(problem, device)[row]:
         return False

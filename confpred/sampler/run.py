@@ -80,8 +80,9 @@ class Anchored:
 
 
 def anchors_off(times: Mapping[Task, float], all_times: Sequence[Mapping[Task, float]]) -> float:
-    """Return the geometric mean of `times` over the medians of `all_times`, less 1; infinity if an
-    anchor failed that most others could time."""
+    """Return how far a GPU's `times` of the anchors are above those of all GPUs, `all_times`: the
+    geometric mean of their ratios to the medians, less 1. Infinity if the GPU lacks the time of an
+    anchor that most GPUs could time."""
     timed = {task for own in all_times for task in own}
     every = {task: [own[task] for own in all_times if task in own] for task in timed}
     if any(2 * len(values) > len(all_times) for task, values in every.items() if task not in times):
@@ -96,12 +97,12 @@ class Tally:
 
     Attributes:
         rows, total_rows: rows that this run has so far, and rows that it is planned to have.
-        tasks, total_tasks: the same for pairs of a problem and a family.
+        tasks, total_tasks: the same for tasks, such as a problem and a family.
         kernels, total_kernels: distinct kernels, compiled or refused.
         statuses: rows by status.
         given_up: tasks that too many processes died of, with the last failure.
         gpus, lost: GPUs in use, and workers that ended with units.
-        set_aside: reasons why GPUs are not used any more, by name.
+        set_aside: why GPUs are not used any more: a text for each, with its name.
         current: the problem begun last.
         measured_rows, measuring_s: rows of successful tasks, and the GPUs' seconds for them;
             loading CUDA counts, waiting for the compiler does not.
@@ -148,7 +149,7 @@ class Engine(Protocol):
         device: key of its GPUs' kind.
         run_id: id of the run; the GPUs' own ids begin with it.
         gpus: GPUs that can be used.
-        set_aside: reasons why GPUs were refused before the run, by name.
+        set_aside: why GPUs were refused before the run: a text for each, with its name.
     """
 
     device: str
@@ -210,11 +211,12 @@ def sample(
     """Measure the configs of `suite` that `folder` lacks.
 
     Args:
-        suite: the problems.
-        settings: which of their candidates are measured, and how.
+        suite: the problems, all of one operation.
         folder: folder of Parquet shards; made if missing. Its rows are not measured again.
         engine: measures and compiles.
-        chosen: returns the tasks in place of `plan`, for the measured configs of `folder`.
+        settings: which of their candidates are measured, and how.
+        chosen: returns the tasks in place of `plan`, given the measured configs of `folder`; of the
+            suite only the operation counts then.
         interrupts: how often the user has asked to stop: once ends the run after the units in
             flight, twice at once.
         show: called about ten times a second.
@@ -241,18 +243,18 @@ def sample(
         try:
             while True:
                 tally.elapsed_s = time.monotonic() - begun
-                over = settings.budget_s is not None and tally.elapsed_s >= settings.budget_s
+                is_over = settings.budget_s is not None and tally.elapsed_s >= settings.budget_s
                 drive.collect()
                 if interrupts() > 1:
                     break
-                if interrupts() or over:
+                if interrupts() or is_over:
                     compilers.stop()
                 else:
                     compilers.step()
                     drive.feed()
                 tally.kernels = compilers.finished
                 show(tally)
-                if not drive.busy() and (tally.finished or interrupts() or over):
+                if not drive.busy() and (tally.finished or interrupts() or is_over):
                     break
                 engine.wait(compilers.connections() + drive.connections(), _TICK_SECONDS)
         finally:
@@ -264,7 +266,8 @@ def sample(
 
 
 class _Drive:
-    """The units between compilers, GPUs and store.
+    """The dispatcher of a run: it hands units from the compilers to the GPUs, and their rows to the
+    store.
 
     A GPU measures the anchors first, and begins the suite once they are compared with those of the
     others. Units of a lost worker are sent again before new ones.
@@ -319,8 +322,8 @@ class _Drive:
             pass
 
     def _give(self, gpu: Gpu) -> bool:
-        """Send the GPU the anchors, or the next unit whose kernels are compiled; returns whether
-        there was room and a unit."""
+        """Send the GPU the anchors, or the next unit whose kernels are compiled. Return whether it
+        got one: not if it has no room, its anchors are not compared yet, or no unit is ready."""
         if not gpu.has_room():
             return False
         anchored = self._anchored.get(gpu.run.run_id)
@@ -450,8 +453,8 @@ def find_gpus(gpus: str) -> dict[int, Run]:
     runs = {}
     for ordinal in ordinals:
         name, driver = describe(ordinal)
-        sitting = run_id if len(ordinals) == 1 else f"{run_id}-{ordinal}"
-        runs[ordinal] = Run(sitting, device_of(ordinal).key, name, driver, cuda, project)
+        own_id = run_id if len(ordinals) == 1 else f"{run_id}-{ordinal}"
+        runs[ordinal] = Run(own_id, device_of(ordinal).key, name, driver, cuda, project)
     return runs
 
 

@@ -106,7 +106,7 @@ def fit_pytorch(
         pytorch_ms: times of PyTorch's operator, in cuDNN's benchmark mode. Problems that are not in
             both are left out.
         operation: the operation of the problems.
-        device: the device to compare on.
+        device: the device that the model is for.
         hyper: how the trees grow.
         seed: seed of the trees.
 
@@ -147,22 +147,24 @@ def margins(
         of_kind = np.array(kinds) == kind
         if of_kind.sum() < MIN_PROBLEMS:
             of_kind[:] = True
-        by_kind[kind] = _cheapest(expected[of_kind], actual[of_kind])
+        by_kind[kind] = _best_margin(expected[of_kind], actual[of_kind])
     return by_kind
 
 
-def _cheapest(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
+def _best_margin(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
     """Return the margin, from 0 to ``CAP``, that loses least if a config is preferred where
     `expected` is above it; ``CAP`` if there are too few problems to tell."""
     if len(expected) < MIN_PROBLEMS:
         return CAP
     order = np.argsort(expected, kind="stable")
     rising, ahead = expected[order], actual[order]
+    # By the number of problems, the first ones, for which PyTorch's operator is preferred: speedups
+    # that are missed for these, and slowdowns of the others.
     given_away = np.concatenate([[0.0], np.cumsum(ahead.clip(min=0))])
     lost = np.concatenate([np.cumsum((-ahead).clip(min=0)[::-1])[::-1], [0.0]])
     steps = np.concatenate([[0.0], rising[(rising > 0) & (rising < CAP)], [CAP]])
     tried = (steps[:-1] + steps[1:]) / 2  # all margins between two problems give the same choices
-    first = np.searchsorted(rising, tried)  # of those on which a config would be chosen
+    first = np.searchsorted(rising, tried)  # problem on which a config would be chosen
     return float(tried[np.argmin(given_away[first] + CAUTION * lost[first])])
 
 
@@ -215,7 +217,7 @@ def fit_bounds(answers: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[
     Returns:
         The regressor of a `confpred.model.bounds.Bounds` in LightGBM's text form, and its card.
         There, ``coverage`` and ``median`` are of bounds that were fitted and calibrated without the
-        networks of the answers.
+        answers' layers, and mostly without their networks (`_parts`).
 
     Raises:
         DataError: there are fewer than two answers.
@@ -238,6 +240,7 @@ def fit_bounds(answers: Sequence[Answer], dataset: Dataset, seed: int) -> tuple[
     for train, test in parts:
         offsets = _offsets(excess[train], provider[train], provider)
         added = np.array([offsets[name] for name in provider[test]])
+        # Without its excess the regret is as predicted.
         bound[test] = np.maximum(0.0, regret[test] - excess[test] + added)
     inside = regret <= bound
     ranges = _ranges(dataset)
@@ -258,20 +261,30 @@ def _offsets(
     wanted: Sequence[str] | NDArray[np.str_],
 ) -> dict[str, float]:  # fmt: skip
     """Return for each of the `wanted` providers the value that at most a share ``MISS`` of its
-    answers exceeds."""
+    answers exceeds.
+
+    Args:
+        excess: how far log(regret) of each answer is above its prediction.
+        provider: the chosen provider of each answer.
+        wanted: names; a provider of fewer than ``_FEWEST`` answers gets the value of all answers.
+    """
     offsets = {}
     for name in wanted:
         own = excess[provider == name]
         some = own if len(own) >= _FEWEST else excess
+        # A little higher than 1 - MISS, so that it holds for a further answer too (conformal).
         level = min(1.0, (1 - MISS) * (1 + 1 / len(some)))
         offsets[str(name)] = float(np.quantile(some, level, method="higher"))
     return offsets
 
 
 def _parts(answers: Sequence[Answer]) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-    """Return the positions of the answers to train on and of those to predict, for each part. All
-    answers of a network, and of a layer, are in one part. If nearly all answers are of one network,
-    every answer is predicted by a model that was trained on it."""
+    """Return the positions of the answers to train on and of those to predict, for each part.
+
+    All answers of a layer are in one part, and so are those of all layers that have their first
+    answer of the same network. If nearly all are of one network, every answer is predicted by a
+    model that was trained on it.
+    """
     first: dict[str, str] = {}
     owner = [first.setdefault(str(a.problem.layer()), a.networks[0]) for a in answers]
     sizes = Counter(owner)

@@ -46,7 +46,7 @@ class Fold:
     the first of its networks.
     """
 
-    networks: tuple[str, ...]  # held out; those that are the first of some problem's networks
+    networks: tuple[str, ...]  # held out: each is the first network of a problem to judge
     train: tuple[Timings, ...]  # without any layer of those networks, of other devices too
     test: tuple[Timings, ...]  # to judge by, of families that `train` has timings of
     elsewhere: tuple[Timings, ...]  # of other devices, held out of `train` too; the same families
@@ -115,6 +115,7 @@ def split_by_network(
 
 
 def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[Timings]) -> Fold:
+    """Return the fold that judges by `part` of `timings`; `others` are of other devices."""
     networks = sorted({t.networks[0] for t in part})
     train = without_networks([*timings, *others], networks)
     learnt, layers = {t.family for t in train}, {t.problem.layer() for t in train}
@@ -138,8 +139,8 @@ class Score:
     #: The finalists among all legal configs, measured or not, best first, with their expected
     #: seconds.
     ranked: Options = field(default_factory=list)
-    #: Expected time of its first choice among the measured configs over that of the first of
-    #: `ranked`.
+    #: How many times as long its first choice among the measured configs is expected to take as the
+    #: first of `ranked`.
     ahead: float = 1.0
 
 
@@ -158,8 +159,8 @@ def family_models(fitted: Sequence[Fitted]) -> dict[str, FamilyModel]:
 def score(model: FamilyModel, t: Timings) -> Score:
     """Return how the model does on a problem, choosing among the configs that were measured."""
     rows, seconds = model.rank(t.problem, t.device, t.rows)
-    legal = model.legal(t.problem, t.device)  # a family may need limits to be given
-    if not len(legal):
+    legal = model.legal(t.problem, t.device)
+    if not len(legal):  # the family is less exact than is allowed where nobody sets limits
         legal = t.rows
     ranked, all_seconds = (values.tolist() for values in model.rank(t.problem, t.device, legal))
     place = ranked.index(rows[0]) if rows[0] in ranked else -1  # no better than the last finalist
@@ -204,8 +205,7 @@ class Offered:
     fold: int
     device: Device
     ours: Answer  # the answer without PyTorch's operator
-    #: Expected time of the measured first choice over that of the best legal config.
-    ahead: float
+    ahead: float  # see `Score`; of the family that `ours` chose
     log_ratio: float | None  # expected log(PyTorch's time / confpred's); None without a regressor
 
 
@@ -228,6 +228,13 @@ def cross_validate(
 
     Folds run side by side, a process for each core, as each learns in one thread.
 
+    Args:
+        dataset: has the times of PyTorch's operator, and the device to choose on.
+        folds: how the networks are split (`split_by_network`).
+        hyper: how the trees grow.
+        seed: seed of the trees.
+        say: called with how many folds are done.
+
     Returns:
         The scores of each fold's test timings, fold by fold, and the answers among all families.
 
@@ -244,6 +251,8 @@ def cross_validate(
 def _of_fold(
     number: int, fold: Fold, pytorch_ms: Times, device: Device, hyper: Hyperparameters, seed: int
 ) -> tuple[list[Score], list[Offered]]:
+    """Train on the fold with this `number`, and return the scores of its test timings, and its
+    answers, those on other devices included; arguments are as of `cross_validate`."""
     models = family_models(fit_families(fold.train, device, hyper, seed))
     operation = operation_of(fold.train[0].problem)
     fitted = fit_gate([t for t in fold.train if t.family in models], operation, seed)
@@ -275,8 +284,8 @@ def _offered(
         judged: the timings of each problem on a device, and their scores, by family.
         pytorch_ms: times of PyTorch's operator.
         ratio: model of its times; with one, problems that it was not timed for have no answer.
-        gate: leaves out families that the problem is not for. The answer has its cost, too:
-            `our_best_ms` is of all families.
+        gate: leaves out families that are not expected to win. The answer's regret includes its
+            mistakes, as `our_best_ms` is of all families.
     """
     for (device, problem), by_family in judged.items():
         pytorch_time, log_ratio = pytorch_ms.get((device, problem)), None
@@ -309,6 +318,9 @@ def answered(offered: Sequence[Offered], device: Device) -> CrossValidation:
 
 
 def _margins(offered: Sequence[Offered]) -> dict[str, float]:
+    """Return the margins of PyTorch's operator from the problems that it was timed for. A measured
+    first choice counts as if the best legal config had been measured, too: `ahead` times as fast.
+    """
     compared = [
         (o.ours.problem.kind, o.log_ratio, log(o.ours.pytorch_ms * o.ahead / o.ours.ours_ms))
         for o in offered
@@ -319,6 +331,7 @@ def _margins(offered: Sequence[Offered]) -> dict[str, float]:
 
 
 def _answer(offered: Offered, by_kind: Mapping[str, float]) -> Answer:
+    """Return the answer with PyTorch's operator among its options, by the margin of its kind."""
     ours, ratio = offered.ours, offered.log_ratio
     if ratio is None:
         return ours
@@ -345,7 +358,7 @@ def run_in_helpers(
             raising(StorageError, "write what processes share"),
             Parallel(count, **how, initargs=(os.getpid(),)) as parallel,
         ):
-            with stops_held():  # until the processes run, and leave them to this one
+            with stops_held():  # until the processes run, and leave Ctrl-C to this one
                 list(parallel(delayed(int)() for _ in range(count)))
             results: list[_T] = []
             for result in parallel(delayed(function)(*arguments) for arguments in calls):

@@ -2,8 +2,8 @@
 
     convolution or norm -> [batch norm] -> [+ residual] -> [activation]
 
-A pattern is a function that returns a chain with one operation more, or as it was. Each
-intermediate result has one user, the next node of the chain, beside the gradient of an activation.
+A pattern is a function that returns a chain with one operation more, or as it was. Only the next
+node of the chain reads an intermediate result, and in training the gradient of an activation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ Pattern = Callable[[Chain], Chain]
 
 
 def follow(chain: Chain, patterns: Sequence[Pattern], claimed: Collection[fx.Node]) -> Chain:
-    """Return `chain` with its epilogue by `patterns`, without nodes that another `claimed`."""
+    """Return `chain` after each of `patterns` in order; one that would take a node that another
+    chain has `claimed` is left out."""
     for pattern in patterns:
         longer = pattern(chain)
         if not any(node in claimed for node in longer.nodes[len(chain.nodes) :]):
@@ -82,10 +83,11 @@ def take_norm(chain: Chain) -> Chain:
 
 
 def take_sum(chain: Chain, dtype: torch.dtype | None = None) -> Chain:
-    """Take a sum with a residual of the same shape and dtype, without a factor.
+    """Take a sum with a residual of the same shape, without a factor.
 
-    The residual has the layout of the other term, because later nodes rely on the strides of the
-    sum. With `dtype`, for operators of any layout that add in float32, the residual has that dtype.
+    The residual has the dtype of the chain's result, and the sum its layout, because later nodes
+    rely on the strides of the sum. With `dtype`, for operators of any layout that add in float32,
+    the residual has that dtype, and the sum the dtype of the chain's result.
     """
     total = _only_reader(chain.last)
     if total is None or total.target is not aten.add.Tensor:
@@ -128,6 +130,7 @@ def is_gradient(node: fx.Node, name: str, argument: fx.Node, result: fx.Node) ->
     return (
         row is not None
         and node.target is getattr(aten, row.operator).default
+        # Its arguments: the gradient of the result, the saved tensor, and numbers.
         and source_of(node.args[1]) is (result if row.saves_output else argument)
         and tuple(node.args[2:]) == row.arguments
     )
@@ -162,8 +165,8 @@ def source_of(node: Any) -> Any:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Return whether a node has the values and the layout of its input, as an alias has, and the
-    clone that an activation in place saves."""
+    """Return whether a node has the values and the layout of its input: an alias, or the clone that
+    is made before an activation in place."""
     if node.target is aten.clone.default:
         return is_alike(val_of(node), val_of(node.args[0]))
     return node.target in _ALIASES

@@ -3,7 +3,7 @@
     convolution -> [batch norm] -> [+ residual] -> [activation]
     batch norm -> [+ residual] -> [activation]
 
-All convolutions of a graph are chosen in one call.
+All convolutions of a graph are chosen for in one call; causal ones in a call before it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ def fuse(
     graph: fx.Graph, choose: choosing.Choose, constraints: choosing.Constraints,
     inputs: Sequence[Any], folds: list[Fold], device: Device | None = None,
 ) -> list[sites.Site]:  # fmt: skip
-    """Rewrite a graph of inference in place, and return its convolutions and norms in order.
+    """Rewrite a graph of inference in place, and return its convolutions and norms in order, causal
+    convolutions first.
 
     Args:
         graph: the graph to rewrite.
-        choose, constraints: the function that chooses, and its constraints, for other sizes.
+        choose: chooses for the sizes of the capture.
+        constraints: bound its choices, and those that are made later for other sizes.
         inputs: values of the graph's inputs; empty if they are unknown.
-        folds: filled with what the values say of norms in float16.
+        folds: gets the `Fold` of each norm in float16 whose values are known.
         device: the device for which Inductor compiles the other operators; None without Inductor.
     """
     layers = causal.lower_convolutions(graph, choose, constraints, fuses=True)
@@ -65,8 +67,8 @@ def fuse(
                 site.problem, site.why = None, _UNFOLDED
         put = partial(_replace, chain, site, constraints, device is None)
         x: Any = chain.nodes[0].args[0]
-        ends = ([x], [chain.last]) if site.by_layout else ()
-        matches.append(Match([site], put, *ends))
+        reads_writes = ([x], [chain.last]) if site.by_layout else ()
+        matches.append(Match([site], put, *reads_writes))
     layers += choose_and_replace(graph, matches, choose)
     _join_folds(graph)
     return layers
@@ -78,7 +80,8 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
     chains: dict[fx.Node, following.Chain] = {}
     convolutions = graph.find_nodes(op="call_function", target=sites.CONVOLUTION)
     norms = graph.find_nodes(op="call_function", target=following.FIXED_NORM)
-    # The later convolution of two that are summed takes the sum: the other's is there by then.
+    # The later convolution of two that are summed takes the sum: the other's result is there by
+    # then.
     # A norm starts a chain only where no convolution has claimed it.
     for node in [*reversed(convolutions), *norms]:
         if node in claimed or not sites.is_image(node.args[0]):
@@ -86,9 +89,10 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
         norm = node if node.target is following.FIXED_NORM else None
         first = None if norm is None else following.first_result(norm)
         chain = following.Chain((node,) if first is None else (node, first), norm)
-        # confpred's operator computes no transposed convolutions.
-        plain = norm is not None or not (node.args[6] or sites.geometry_of(node) is None)
-        chains[node] = following.follow(chain, _PATTERNS if plain else (), claimed)
+        # Nothing is fused behind a transposed convolution, as its problem, the gradient of an
+        # image, has no epilogue.
+        fuses = norm or (sites.geometry_of(node) and not sites.arguments_of(node).transposed)
+        chains[node] = following.follow(chain, _PATTERNS if fuses else (), claimed)
         claimed.update(chains[node].nodes)
     return [chains[node] for node in graph.nodes if node in chains]
 
@@ -96,7 +100,7 @@ def _chains(graph: fx.Graph) -> list[following.Chain]:
 def _shorten_chains(
     chains: Sequence[following.Chain], device: Device, constraints: choosing.Constraints
 ) -> list[following.Chain]:
-    """Return `chains`, cut to the convolution where that, and Inductor's pass behind it, are
+    """Return `chains`, each cut to its convolution where that, and Inductor's pass behind it, are
     expected to be faster than one operator."""
     asked: dict[following.Chain, list[Problem]] = {}
     for chain in chains:
@@ -115,21 +119,21 @@ def _shorten_chains(
         whole, biased, bare = (choices[problem] for problem in asked[chain])
         if not whole or not biased or not bare or not bare.pytorch_ms:
             return False
-        p, follows = asked[chain][0], 0.0
-        tensors = int(p.residual)
-        if not _is_fused_by_readers(chain.last, taken):
-            tensors, follows = tensors + 2, LAUNCH_MS
-        follows += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
+        p, pass_ms = asked[chain][0], 0.0
+        tensors = int(p.residual)  # that Inductor reads or writes for the epilogue
+        if not _is_fused_by_readers(chain.last, taken):  # a pass of its own, over input and output
+            tensors, pass_ms = tensors + 2, LAUNCH_MS
+        pass_ms += tensors * p.itemsize * p.output_elements / device.dram_bytes_per_s * 1e3
         by_pytorch = bare.pytorch_ms if library.is_one_operator(p) else math.inf
         # Inductor adds the bias of PyTorch's convolution, as part of the pass.
-        alone = min(_kernel_ms(biased), bare.pytorch_ms) + follows
+        alone = min(_kernel_ms(biased), bare.pytorch_ms) + pass_ms
         return alone < min(_kernel_ms(whole), by_pytorch)
 
     shortened = []
     for chain in reversed(chains):  # readers of a result first
         norm = chain.norm
         if is_faster_alone(chain):
-            if norm is not None:
+            if norm is not None:  # stays a chain: the norm and the node of its result
                 shortened.append(following.Chain(chain.nodes[1:3], norm))
             chain = following.Chain(chain.nodes[:1])
         elif chain.nodes[0] is not norm:
@@ -163,7 +167,7 @@ def _site(chain: following.Chain) -> sites.Site:
     site = sites.Site(sites.name_of(start), "norm")
     if start.target is sites.CONVOLUTION:
         fields: Any = {"activation": chain.activation, "residual": has_residual}
-        has_bias = has_norm or start.args[2] is not None
+        has_bias = has_norm or sites.arguments_of(start).bias is not None
         site = sites.site_of(start, "fprop", bias=has_bias, **fields)
     activations = [chain.activation] * (chain.activation != "none")
     site.fused = (*["norm"] * has_norm, *["add"] * has_residual, *activations)
@@ -179,7 +183,7 @@ def _is_one_operator(chain: following.Chain, site: sites.Site) -> bool:
     if isinstance(problem, Problem):
         return library.is_one_operator(problem)
     geometry = sites.geometry_of(node)
-    if geometry is None or node.args[6] or chain.sum is not None:
+    if geometry is None or sites.arguments_of(node).transposed or chain.sum is not None:
         return False
     _, padding, _, groups = geometry
     return library.takes_pixels(val_of(node.args[0]), val_of(node.args[1]), padding, groups)
@@ -264,29 +268,33 @@ def _fold_of(
     is_folded = norm is not None and start.target is sites.CONVOLUTION
     if not is_folded or val_of(chain.last).dtype is not torch.float16:
         return None
-    nodes = (norm.args[1], norm.args[4], _uncast(start.args[1]))
+    _, gamma, _, _, variance, _, eps = norm.args
+    nodes = (gamma, variance, _uncast(sites.arguments_of(start).filters))
     for node in nodes:
         t: Any = inputs[places[node]] if node in places else None
         if node is not None and (type(t) not in _PLAIN or t.shape != val_of(node).shape):
             return None
-    return Fold(tuple(places.get(node) for node in nodes), norm.args[6]).check(inputs)
+    return Fold(tuple(places.get(node) for node in nodes), eps).check(inputs)
 
 
 def _fold(chain: following.Chain, bias: Any, filters: Any) -> list[fx.Node]:
-    """Return the nodes of filter and bias, or of scale and shift, that replace the norm of `chain`;
-    `bias` and `filters` are those of the convolution before it, or None."""
+    """Return the nodes of the folded filter and bias that replace the norm of `chain`; those of a
+    scale and a shift if `filters` is None. `bias` and `filters` are those of the convolution before
+    the norm, or None."""
     norm: Any = chain.norm
     graph, dtype = norm.graph, DTYPES[val_of(chain.last).dtype]
-    arguments = (*norm.args[1:5], bias, filters, norm.args[6], dtype)
-    with graph.inserting_before(chain.last):
+    _, *vectors, _, eps = norm.args  # weight, bias, mean and variance
+    arguments = (*vectors, bias, filters, eps, dtype)
+    with graph.inserting_before(chain.last):  # the operator takes lists, here of one norm
         node = graph.call_function(confpred.fold.default, tuple([value] for value in arguments))
     of_filters = None if filters is None else val_of(filters)
-    node.meta["val"] = folding.empty(val_of(norm.args[3]), of_filters, dtype)
+    node.meta["val"] = folding.empty(val_of(vectors[2]), of_filters, dtype)
     return [result_of(node, place) for place in (0, 1)]
 
 
 def _join_folds(graph: fx.Graph) -> None:
-    """Fold all norms whose tensors are inputs of the graph in one launch."""
+    """Fold all norms whose tensors are inputs of the graph in one launch, by joining the eight
+    lists of their operators; each norm has two results."""
     folds = graph.find_nodes(op="call_function", target=confpred.fold.default)
     folds = [n for n in folds if all(x.op == "placeholder" for x in n.all_input_nodes)]
     if not folds:

@@ -1,4 +1,7 @@
-"""Layers of a graph that confpred can compute: a problem a direction, and its choice."""
+"""Layers of a graph: for each direction a problem and its choice, or why there is none.
+
+An *open size* is symbolic: it is not fixed when the graph is captured.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ class Site:
         why: why there is no problem, in words; None where there is one.
         choice: the predictor's choice for the problem; None without a choice.
         fused: operators that are fused into it, such as ``("norm", "relu")``.
-        by_layout: a line's or volume's problem in each layout; empty for others.
+        by_layout: the problem of a line or volume in each layout; empty for others, and for
+            causal layers.
         sizes: input sizes of a norm; empty for others.
     """
 
@@ -77,9 +81,11 @@ class Causal(NamedTuple):
         node: the convolution, or its backward.
         padding: the problem's padding on both sides.
         cut: outputs left out at the end, as in `ConvNd`.
-        pad: the node that pads the layer's input on the left; None where the result is cut.
+        pad: the node that pads the layer's input on the left; None where the network pads both
+            sides and slices the result instead.
         last: the node of the layer's result, in a forward pass.
-        unpadded: nodes of the gradient of `x`, in a backward pass.
+        unpadded: nodes that cut the gradient of the padded input to that of `x`, in a backward
+            pass.
     """
 
     node: fx.Node
@@ -92,18 +98,18 @@ class Causal(NamedTuple):
     @property
     def x(self) -> fx.Node:
         """The input of the layer before padding; read anew, as rewriting replaces nodes."""
-        source: Any = arguments_of(self.node) if self.pad is None else self.pad.args
-        return source[0]  # type: ignore[no-any-return]
+        x: Any = arguments_of(self.node).image if self.pad is None else self.pad.args[0]
+        return x  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> fx.Node:
         """The gradient of the layer's result, in a backward pass."""
         grad: Any = self.node.args[0]
-        of_slice = self.pad is None
-        return grad.args[0] if of_slice else grad  # type: ignore[no-any-return]
+        # Without a pad this is the gradient of the slice, whose first argument is the result's.
+        return grad.args[0] if self.pad is None else grad  # type: ignore[no-any-return]
 
     def geometry(self) -> Geometry | None:
-        """Return the problem's geometry, as `geometry_of` does."""
+        """Return the geometry of the problem: that of the node (`geometry_of`) with `padding`."""
         geometry = geometry_of(self.node)
         return geometry and (geometry[0], (self.padding,), *geometry[2:])
 
@@ -135,8 +141,8 @@ def call_of(
 
 
 def _hint(site: Site) -> Assignment | None:
-    """Return the assignment for the sizes of the capture, of PyTorch's operator where nothing else
-    is chosen; None without a problem."""
+    """Return the assignment for the sizes of the capture: to PyTorch's operator where nothing else
+    is chosen. None without a problem."""
     if site.problem is None:
         return None
     candidate = site.choice.candidate if site.choice and site.is_lowered else PYTORCH_OPERATOR
@@ -156,6 +162,7 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
     if arguments.transposed:  # its result is the gradient of an image
         sizes = sizes_of(val_of(node if node.target is CONVOLUTION else node.args[0]))
         direction = TURNED[direction]
+        # PyTorch sums the gradient of its bias (`confpred.pytorch.run.convolve`).
         fields |= {"bias": False} if direction == "wgrad" else {}
         if not all(type(n) is int for n in arguments.output_padding):
             geometry = None
@@ -179,8 +186,8 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
         elif is_channels_last(image):
             site.problem = problem
         else:
-            either = image.is_contiguous(memory_format=CHANNELS_LAST)
-            site.why = "one pixel or one channel" if either else "channels first"
+            in_both = image.is_contiguous(memory_format=CHANNELS_LAST)  # dense in both layouts
+            site.why = "one pixel or one channel" if in_both else "channels first"
     return site
 
 
@@ -209,7 +216,7 @@ def directions_of(node: fx.Node) -> list[str]:
     """Return the directions that a convolution, or its backward, computes."""
     if node.target is CONVOLUTION:
         return ["fprop"]
-    mask = arguments_of(node).mask
+    mask = arguments_of(node).mask  # its last member is for the bias
     return [name for name, wanted in zip(("dgrad", "wgrad"), mask, strict=False) if wanted]
 
 
@@ -227,13 +234,14 @@ def geometry_of(node: fx.Node) -> Geometry | None:
 
 
 def sizes_of(image: Tensor) -> list[Any]:
-    """Return the sizes of a fake tensor. The hint of an open size stands for it; a size that
-    depends on values has None."""
+    """Return the sizes of a fake tensor: for an open size its hint, the size of the capture; None
+    for a size that depends on values."""
     return [s if isinstance(s, int) else s.node.hint for s in image.shape]
 
 
 def elements_of(val: Tensor) -> int:
-    """Return the elements of a fake tensor, by the hints of its open sizes."""
+    """Return the elements of a fake tensor, by the hints of its open sizes; a size that depends on
+    values, or is 0, counts as 1."""
     return prod(int(size or 1) for size in sizes_of(val))
 
 
@@ -249,13 +257,14 @@ def is_convolution(problem: Record | None) -> TypeGuard[Problem | ConvNd]:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it;
-    Dynamo writes it as an expression."""
+    """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it.
+    Dynamo writes ``stage.0.conv`` as an expression, such as ``L['self'].stage[0].conv`` or
+    ``L['self']._modules['stage']...``."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|self\.|\._modules", "", path)
+    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|^self\.|\._modules", "", path)
     text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
-    return re.sub(r"^(copy|model)\.", "", text.strip("."))
+    return text.strip(".")
 
 
 def convolution_s(node: fx.Node, device: Device) -> float:
@@ -267,6 +276,7 @@ def convolution_s(node: fx.Node, device: Device) -> float:
     if arguments.transposed:
         image, out = out, image  # transposed: each pixel of the input meets the filter
     moved = sum(elements_of(t) * t.dtype.itemsize for t in (image, filters, out))
+    # Each output meets one filter, (C / groups, R, S).
     flops = 2.0 * elements_of(out) * elements_of(filters) / (sizes_of(filters)[0] or 1)
     # TF32, PyTorch's default for convolutions, has half the rate of half precision.
     return _bound_s(moved, flops * (1 if image.dtype.itemsize == 2 else 2), device)
@@ -277,7 +287,8 @@ def node_s(node: fx.Node, device: Device) -> float:
     leaves = _pytree.tree_leaves([val_of(n) for n in (node, *node.all_input_nodes)])
     tensors, flops = [t for t in leaves if isinstance(t, Tensor)], 0.0
     if node.target in _PRODUCTS:
-        flops = 2.0 * tensors[0].numel() * val_of(node.all_input_nodes[-2]).shape[-1]
+        # The left factor; `all_input_nodes` has a matrix that is both factors only once.
+        flops = 2.0 * tensors[0].numel() * val_of(node.args[-2]).shape[-1]
     return _bound_s(sum(t.numel() * t.element_size() for t in tensors), flops, device)
 
 

@@ -1,8 +1,8 @@
 """From a problem to a choice, by the predictor, the limits and the switches in force.
 
 A guess gives way to an answer that tuning has kept for this device, driver and cuDNN, whatever
-`tune` says. Ranks of ``torch.distributed`` never differ: the answer of the first rank that asks for
-a layer is the answer of all, and nobody waits for another one.
+`tune` says. Ranks of ``torch.distributed`` never differ in that: the answer of the first rank that
+asks for a layer is the answer of all, and no rank waits for another one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Constraints:
 
 
 ANY = Constraints()
-#: From choices to those that run: those measured now instead of guesses.
+#: From choices to those that run: guesses are replaced by choices that are measured now.
 Measure = Callable[[Sequence[Choice | None], Device, Constraints], Sequence[Choice | None]]
 #: In force during a capture (`confpred.pytorch.run.tuning`).
 measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
@@ -209,9 +209,12 @@ def is_open(choice: Choice, constraints: Constraints) -> bool:
 def preview(
     problems: Sequence[Record], device: Device, constraints: Constraints = ANY
 ) -> list[Choice | None]:
-    """Return the choice for each of `problems` on `device`, by one call of the predictor, without
-    notifying watchers; None where there is no choice, such as on an unknown device. Guesses give
-    way to answers that tuning has kept."""
+    """Return the choice for each of `problems` on `device`, without notifying watchers; None where
+    there is no choice, such as on an unknown device.
+
+    Problems of one operation and with the same limits are predicted in one call. Guesses give way
+    to answers that tuning has kept and, during a capture, to measurements made now (`measuring`).
+    """
     chosen: dict[Record, Choice] = {}
     kinds = {p: (operation_of(p).name, limits_for(p, constraints.limits)) for p in problems}
     try:
@@ -240,7 +243,8 @@ def kept_folder(device: Device, operation: Operation) -> Path:
 def kept_answers(
     problems: Sequence[Record], device: Device, operation: Operation, limits: Limits
 ) -> dict[Record, Choice]:
-    """Return the answers that are kept for `problems`, within `limits`."""
+    """Return the answers within `limits` that are kept for `problems`; for ranks, those that all of
+    them give."""
     own = _own_shards(device, operation) if problems else ()
     if not problems or not _settled_names(own, device, operation):
         return {}
@@ -251,16 +255,21 @@ def kept_answers(
 
 
 def kept_shards(device: Device, operation: Operation) -> Sequence[str]:
-    """Return the names of the files that answers are looked up in; of ranks, the files of the first
-    one that asked. All ranks look answers up or none does, so none keeps a graph with others."""
+    """Return the names of the files that answers are looked up in; for ranks, those of the first
+    rank that asked. So all ranks look answers up or none does, and all or none keep their graphs in
+    PyTorch's cache."""
     return _settled_names(_own_shards(device, operation), device, operation)
 
 
 def _settled_names(own: Sequence[Path], device: Device, operation: Operation) -> Sequence[str]:
+    """Return the names of this process's files `own`; for ranks, of those of the first that asked;
+    empty where ranks cannot agree."""
     return _settled(f"{device.key} {operation.name}", [shard.name for shard in own]) or ()
 
 
 def _own_shards(device: Device, operation: Operation) -> tuple[Path, ...]:
+    """Return the files that this process can read of what was measured under its driver and
+    cuDNN."""
     every = kept.shards_of(device.key, operation)
     if not every:
         return ()
@@ -295,14 +304,14 @@ def ranks() -> int:
 
 
 def _settled(question: str, mine: Any) -> Any:
-    """Return what the first rank that asked said, which is `mine` where this one is; None where
-    ranks cannot agree yet."""
+    """Return the answer to `question`, which has the same words on all ranks: that of the first
+    rank that asked, and `mine` if that is this one. None where ranks cannot agree yet."""
     if ranks() == 1:
         return mine
     if not dist.is_initialized():
         return None
     store: Any = dist.distributed_c10d._get_default_store()
-    try:
+    try:  # sets the value where there is none, and returns the value that is there then
         return json.loads(store.compare_set(f"confpred {question}", "", json.dumps(mine)))
     except RuntimeError as error:  # the store is gone, or has no such operation
         log.debug("ranks cannot agree: %s", error)
@@ -310,6 +319,8 @@ def _settled(question: str, mine: Any) -> Any:
 
 
 def _agreed(mine: Choice | None, problem: Record, device: Device, limits: Limits) -> Choice | None:
+    """Return the kept answer that all ranks give for `problem`: `mine`, or that of the first rank
+    that asked; None where that rank has none."""
     facts = mine and (mine.provider, mine.candidate.config_id, mine.predicted_ms, mine.pytorch_ms)
     settled = _settled(f"{device.key} {limits} {problem}", facts)
     if settled is None:
@@ -338,9 +349,9 @@ def choose_on(
         predictor = current_predictor(operation_of(problems[0]).name)
         model = predictor.models.get(device.key)
         if model is not None:
-            now = {"driver": driver.describe(ordinal)[1], "cudnn": cudnn_version()}
-            for it in model.card.changes(**now):
-                warn_once(f"model {model.version}: {it}; `confpred drift` checks it")
+            _, driver_version = driver.describe(ordinal)
+            for change in model.card.changes(driver=driver_version, cudnn=cudnn_version()):
+                warn_once(f"model {model.version}: {change}; `confpred drift` checks it")
     except Exception as error:  # a warning is not worth an error
         log.debug("versions cannot be compared: %s", error)
     return choices

@@ -52,10 +52,10 @@ from confpred.sampler.tasks import RowKey, Task, left_of, pytorch_task, task_of
 log = logging.getLogger("confpred")
 #: Seconds that a network is given on a GPU without a model.
 BUDGET_S = 60.0
-#: Candidates of a layer in each round; a round begins where so many seconds are left, as it loads
-#: PyTorch and CUDA first.
+#: Candidates of a layer in each round, those of earlier rounds included. A later round begins only
+#: where so many seconds are left, as it loads PyTorch and CUDA first.
 _ROUNDS, _ROUND_S = (4, 12), 10.0
-#: Candidates of a layer that differs from another one in what follows the convolution.
+#: Candidates of a layer that differs from an earlier one only in what follows the convolution.
 _ALIKE = 2
 #: A candidate that says nothing for so long hangs; so long after the budget all is stopped.
 _SILENCE_S, _GRACE_S = 20.0, 5.0
@@ -79,7 +79,7 @@ class Tuner:
     Attributes:
         budget_s: seconds of measuring; None for ``BUDGET_S`` where no model knows the GPU, else 0.
         spent_s: of them, waiting for another process included.
-        note: what was done, in words; empty where there was nothing to do.
+        note: what was done, or why nothing is, in words; empty where there was nothing to do.
     """
 
     budget_s: float | None = None
@@ -100,7 +100,9 @@ class Tuner:
         device: Device,
         constraints: Constraints,
     ) -> Sequence[Choice | None]:
-        for choice in filter(None, choices):
+        """Return `choices` on CUDA device `ordinal`, which is `device`, with answers instead of
+        guesses as far as these are measured within the budget."""
+        for choice in filter(None, choices):  # a measured one without a model is a kept answer
             if choice.source == "measured" and choice.model is None and not self.note:
                 folder = choosing.kept_folder(device, operation_of(choice.problem))
                 self.note = f"answers are kept in {folder}; {_FURTHER}"
@@ -168,7 +170,7 @@ class Tuner:
                 "in %s; tune=0 turns it off",
                 *(layers.device.product, left_s, layers.folder),
             )
-        suite = Suite("tuned", (Entry(problems[0]),))
+        suite = Suite("tuned", (Entry(problems[0]),))  # for its operation; `_tasks` has the tasks
         for number, most in enumerate(_ROUNDS):
             chosen = partial(_tasks, layers, problems, most, layers.hints())
             while (left_s := deadline - time.monotonic()) > _ROUND_S * (number > 0):
@@ -200,7 +202,7 @@ of_process = cache(Tuner)
 
 
 def _over(deadline: float) -> int:
-    """Return how often a run is asked to stop: twice, at once, after `deadline`."""
+    """Return how often a run is asked to stop: after `deadline` twice, which means at once."""
     return 2 * (time.monotonic() > deadline)
 
 
@@ -222,7 +224,8 @@ class _Layers:
         return choosing.kept_folder(self.device, self.operation)
 
     def hints(self) -> kept.Times:
-        """Return what was measured under other versions, which may hold no more."""
+        """Return what was measured under other versions of driver or cuDNN, the ones used last: it
+        says what to measure first, as its times may no longer hold."""
         folders = kept.folders_of(self.device.key, self.operation)
         others = [folder for folder in folders if folder != self.folder]
         return kept.times_in(others[0], self.operation) if others else {}
@@ -240,7 +243,7 @@ class _Layers:
     def fitting(self, problems: Sequence[Record]) -> list[Record]:
         """Return those of `problems` that a second process has the memory for."""
         free = torch.cuda.mem_get_info(self.ordinal)[0] - _CONTEXT_BYTES
-        return [p for p in problems if max(0, _COPIES * p.minimum_bytes) <= free]
+        return [p for p in problems if _COPIES * p.minimum_bytes <= free]
 
 
 def candidates(
@@ -273,7 +276,16 @@ def _tasks(
     layers: _Layers, problems: Sequence[Record], most: int, hints: kept.Times,
     measured: Mapping[RowKey, AbstractSet[str]],
 ) -> list[Task]:  # fmt: skip
-    """Return the tasks of `problems`, of each the first candidates and PyTorch's operator."""
+    """Return the tasks that are left of `problems`: of each its first candidates, and PyTorch's
+    operator before and after them.
+
+    Args:
+        layers: where and how they are measured.
+        problems: the layers, those that take longest first.
+        most: how many candidates of a layer; fewer of one that resembles an earlier one.
+        hints: times under other versions, whose candidates come first.
+        measured: the configs that the folder has, by the columns of their rows.
+    """
     tasks: list[Task] = []
     seen: set[Record] = set()
     for problem in problems:
@@ -282,13 +294,13 @@ def _tasks(
         bare = left_to_pytorch(problem) if isinstance(problem, Problem) else problem
         count = _ALIKE if bare in seen else most
         seen.add(bare)
-        first = [timed.candidate for timed in hints.get(problem, ())]
+        hinted = [timed.candidate for timed in hints.get(problem, ())]
         rows: dict[str, list[int]] = {}
-        for candidate in candidates(problem, layers.device, layers.limits, first)[:count]:
+        for candidate in candidates(problem, layers.device, layers.limits, hinted)[:count]:
             rows.setdefault(candidate.provider, []).append(candidate.config_id)
         families = families_of(problem)
-        every = [task_of(problem, (), families[name], some) for name, some in rows.items()]
-        left = [part for task in every for part in left_of(task, measured)]
+        planned = [task_of(problem, (), families[name], own) for name, own in rows.items()]
+        left = [part for task in planned for part in left_of(task, measured)]
         around = [pytorch_task(problem, ())] * bool(left)
         tasks += [*around, *left, *around]
     return tasks
@@ -298,8 +310,8 @@ def _tasks(
 
 
 def compared_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
-    """Measure a task as the sampler does, and compare the results of what is right with PyTorch's
-    once more, as they are computed inside PyTorch."""
+    """Measure a task as the sampler does. Then launch the candidates that gave right results as
+    PyTorch would, and compare their results with those of PyTorch's operator."""
     outcomes, problem = measure_job(job, report), job.task.problem
     if job.task.provider == PYTORCH or not isinstance(problem, Problem):
         return outcomes
@@ -326,8 +338,8 @@ def compared_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome
 
 
 def _as_list(result: Any) -> list[torch.Tensor]:
-    some = result if isinstance(result, tuple) else (result,)
-    return [t for t in some if t is not None]
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [t for t in tensors if t is not None]
 
 
 def largest_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

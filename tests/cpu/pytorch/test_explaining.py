@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from network_blocks import Around
 from torch import Tensor, nn
 
 import confpred
@@ -113,6 +114,18 @@ def test_every_layer_that_takes_time_is_a_row(rank: int, training: bool) -> None
     total = sum(len(row.layers) * row.expected_ms for row in told.rows)
     assert total == pytest.approx(told.step.ms_after)
     assert told.step.unpredicted == 1 + training
+
+
+def test_a_product_of_a_matrix_with_itself_takes_time() -> None:
+    (row,) = confpred.explain(Around(lambda m, x: x @ x), torch.rand(2048, 2048), "h100").rows
+    assert row.expected_ms > 0.02  # its operations, not its bytes
+
+
+def test_layers_have_the_names_that_their_modules_have() -> None:
+    own = {name: layers() for name in ("model", "copy", "myself")}
+    model = Around(lambda m, x: m.myself(m.copy(m.model(x))), **own)
+    rows = confpred.explain(model, image(), "h100").rows
+    assert {n for row in rows if row.sizes for n in row.layers} == {f"{name}.0" for name in own}
 
 
 def test_channels_first_layers_take_time() -> None:
