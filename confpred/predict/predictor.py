@@ -122,22 +122,28 @@ class Predictor:
         """Choices of the plan that is followed; empty without one."""
         return tuple(self._planned.values())
 
+    @property
+    def limits(self) -> Limits:
+        """The limits that all choices keep within."""
+        return self._limits
+
     def following(self, plan: Plan) -> Predictor:
         """Return a predictor that follows `plan`, and else the plan and the models of this one."""
         followed = Predictor(self._models, plan, further=self._further)
         followed._planned = self._planned | followed._planned
+        followed._limits = self._limits
         return followed
 
     def within(self, limits: Limits) -> Predictor:
-        """Return a predictor that chooses as this one does among candidates within `limits`;
-        a plan's choices and measured configs outside of them are skipped.
+        """Return a predictor that chooses as this one does among candidates within `limits` and its
+        own; a plan's choices and measured configs outside of them are skipped.
 
         Raises:
             InvalidInput: `limits` is not a confpred.Limits.
         """
         if not isinstance(limits, Limits):
             raise InvalidInput("limits", limits, "a confpred.Limits")
-        if limits == self._limits:
+        if (limits := limits & self._limits) == self._limits:
             return self
         limited = self._within.get(limits)
         if limited is None:

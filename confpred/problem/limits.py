@@ -80,6 +80,20 @@ class Limits:
         """Return the attributes by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    def __and__(self, other: Limits) -> Limits:
+        """Return limits that keep within both; one that only one of them sets is that one's."""
+
+        def least(name: str) -> Any:
+            values = [getattr(self, name), getattr(other, name)]
+            return min((value for value in values if value is not None), default=None)
+
+        return Limits(
+            least("workspace_bytes"),
+            self.deterministic or other.deterministic,
+            self.tf32 and other.tf32,
+            least("max_error"),
+        )
+
     def allow(self, problem: Record, launch: Launch) -> bool:
         """Return whether `launch`, which computes `problem`, keeps within the limits. The workspace
         of a library's plan counts as 0 until the plan is built."""

@@ -225,7 +225,7 @@ def preview(
             choices = within.choose_many(group, device, max_regret=constraints.max_regret)
             chosen.update(zip(group, choices, strict=True))
             guesses = [choice.problem for choice in choices if is_open(choice, constraints)]
-            chosen |= kept_answers(guesses, device, operation_named(operation), limits)
+            chosen |= kept_answers(guesses, device, operation_named(operation), within.limits)
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look

@@ -255,6 +255,7 @@ def candidates(
     which answers are held to."""
     predictor = choosing.current_predictor(operation_of(problem).name).within(limits)
     ranked = [choice.candidate for choice in predictor.rank(problem, device, MAX_TOP)]
+    limits = predictor.limits
     for name, family in kernels_of(problem).items():
         rows = rank_by_estimate(family, problem, device)[0]
         legal = within(family, problem, rows, limits, _BY_ESTIMATE)

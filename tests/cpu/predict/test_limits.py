@@ -102,6 +102,16 @@ def test_without_limits_it_is_the_predictor_itself() -> None:
         assert predictor.within(Limits(workspace_bytes=size)).choose(FPROP, A100)
 
 
+def test_limits_of_a_predictor_hold_within_further_ones(big: Choice) -> None:
+    both = Predictor({}).within(NONE).within(Limits(deterministic=True, tf32=False))
+    assert both.limits == Limits(workspace_bytes=0, deterministic=True, tf32=False)
+    assert both.within(UNLIMITED) is both
+    tight, wide = Limits(8, max_error=0.01), Limits(64, max_error=0.1)
+    assert tight & wide == wide & tight == tight
+    assert UNLIMITED & wide == wide & UNLIMITED == wide
+    assert needed(both.following(plan_of([big])).choose(WGRAD, A100)) == 0
+
+
 def test_what_must_repeat_is_asked_as_such() -> None:
     (choice, *_) = Predictor({}).within(Limits(deterministic=True)).rank(WGRAD, A100, 3)
     assert choice.problem == replace(WGRAD, deterministic=True)
@@ -201,6 +211,8 @@ def test_limits_hold_for_the_choices_of_a_call(
     for constraints in (choosing.ANY, choosing.Constraints(Limits(workspace_bytes=2**40))):
         assert choosing.choose(WGRAD, 0, constraints).source == "pinned"
     assert needed(choosing.choose(WGRAD, 0, choosing.Constraints(NONE))) == 0
+    monkeypatch.setitem(choosing._predictors, "conv2d", Predictor({}, plan_of([big])).within(NONE))
+    assert needed(choosing.choose(WGRAD, 0)) == 0
 
 
 def test_pytorchs_switch_forbids_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
