@@ -158,9 +158,9 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Keep the strides of results, and of inputs of nodes for which `_needs_captured_strides` holds,
-    by copies in place. confpred's operators of lines, volumes and norms may return another layout
-    than PyTorch's, which all other nodes follow."""
+    """Keep the strides of results, and of inputs of nodes that need those of the capture, by copies
+    in place. confpred's operators of lines, volumes and norms may return another layout than
+    PyTorch's, which all other nodes follow."""
     if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
         _propagate(graph, _copy_inputs)
 
