@@ -209,9 +209,9 @@ def restore_eager_batch_norms(graph: fx.Graph) -> None:
                 item.args = (new, place if place < 3 else place + 1)
         elif node.target is aten.native_batch_norm_backward.default:
             grad, x, weight, _, _, saved_mean, saved_deviation, training, eps, mask = node.args
-            reserve = reserves.get(saved_mean)
-            if reserve is not None and training:
-                saved = (None, None, saved_mean, saved_deviation, True, eps, mask, reserve)
+            saved_reserve = reserves.get(saved_mean)
+            if saved_reserve is not None and training:
+                saved = (None, None, saved_mean, saved_deviation, True, eps, mask, saved_reserve)
                 put_in_place(node, aten.batch_norm_backward.default, (grad, x, weight, *saved))
 
 

@@ -101,11 +101,11 @@ def _launch(
     assigned = Assignment.read(text)
     p: Any = assigned.problem
     tensors, affine = ([t for t in group if t is not None] for group in (images, weights))
-    x, dtype, of_weights = tensors[0], getattr(torch, p.dtype), torch.float32
-    count = 2 * p.affine  # of weight and bias
+    # The number and dtype of weight and bias are `count` and `kind`.
+    x, dtype, count, kind = tensors[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
     if isinstance(p, Norm):
-        count, of_weights = AFFINE.index(p.affine), getattr(torch, p.weights)
-    vectors = [*((t, torch.float32) for t in statistics), *((t, of_weights) for t in affine)]
+        count, kind = AFFINE.index(p.affine), getattr(torch, p.weights)
+    vectors = [*((t, torch.float32) for t in statistics), *((t, kind) for t in affine)]
     if not x.is_cuda or not _fits(p, x.shape):
         return p, None, []
     if len(tensors) != 1 + p.residual + p.is_backward or len(affine) != count:
