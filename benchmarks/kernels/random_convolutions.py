@@ -308,18 +308,18 @@ def listening(served: list[bool]) -> Iterator[None]:
     """Record each launch that is looked up inside the block: whether it is a chosen one."""
     from confpred.pytorch.run import convolve, loading
 
-    find = convolve._find
+    find = convolve._find_launch
 
     def noting(*given: Any) -> Any:
         found = find(*given)
         served.append(isinstance(found, loading.ReadyLaunch))
         return found
 
-    convolve._find = noting
+    convolve._find_launch = noting
     try:
         yield
     finally:
-        convolve._find = find
+        convolve._find_launch = find
 
 
 def tensors(case: Case, device: str) -> list[Any]:

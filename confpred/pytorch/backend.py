@@ -117,9 +117,13 @@ class Lowered:
 
 
 class Compiler:
-    """The compilers that AOTAutograd calls with the graphs of a capture. `sites` has their
-    convolutions and `norms` their norms; `capture` is the record for `confpred.status`. Without
-    `chooses`, PyTorch computes all layers."""
+    """The compilers that AOTAutograd calls with the graphs of a capture.
+
+    `sites` has their convolutions and, in inference, batch norms; `norms` has the other norms.
+    `folds` has the folds in float16 whose values are known, `inductor` says whether Inductor
+    compiles, and `capture` is the record for `confpred.status`. Without `chooses`, PyTorch computes
+    all layers.
+    """
 
     capture: Capture
 
@@ -131,7 +135,7 @@ class Compiler:
         self.sites: list[Site] = []
         self.norms: list[Site] = []
         self.folds: list[fusing.Fold] = []
-        self._keep: Callable[[Lowered, Any, Any], Any] | None = None  # of PyTorch's cache
+        self._keep: Callable[[Lowered, Any, Any], Any] | None = None  # for PyTorch's cache
         self._values: Sequence[Any] = ()  # of the inputs, during a capture
         self.memory = GraphMemory()
 
@@ -146,7 +150,7 @@ class Compiler:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Let guesses of the block be measured, once its device is known (`chooser`)."""
+        """Let guesses of the block be measured, once its device is known: `chooser` sets that."""
         calls, options = self._calls, self.options
         timed = isinstance(options.verify, int) and options.verify > 0  # measures by itself
         tune = 0.0 if timed else options.tune
@@ -154,11 +158,11 @@ class Compiler:
         if calls is not None:
             calls.tuner = tuner
         self.capture.tuner = tuner
-        former = choosing.measuring.set(None)
+        token = choosing.measuring.set(None)
         try:
             yield
         finally:
-            choosing.measuring.reset(former)
+            choosing.measuring.reset(token)
 
     def _race_pytorch(self, chosen: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Return a function that keeps the faster of `chosen` and the same graph by PyTorch."""
@@ -258,7 +262,8 @@ class Compiler:
                 of_graph.clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
-        """Return a function that chooses for the GPU of `graph`; None if it is on no GPU."""
+        """Return a function that chooses for the GPU of `graph`, and let guesses be measured there;
+        None if it is on no GPU, or PyTorch computes all layers."""
         ordinal = ordinal_of(graph)
         if ordinal is None or not self._chooses:
             return None
@@ -316,8 +321,8 @@ class Compiler:
         choose = self.chooser(joint.graph)
         if choose is not None:
             convolutions = partial(training.lower_convolutions, compiled=self.inductor)
-            serve = partial(self._replace, convolutions, choose)
-            steps += [self._layout_step(joint.graph), serve, layouts.keep_strides]
+            lower = partial(self._replace, convolutions, choose)
+            steps += [self._layout_step(joint.graph), lower, layouts.keep_strides]
             steps += self._norm_steps(choose, (BATCH_NORM, NORM))
         if self.inductor:
             joint, steps = self._decompose(joint, inputs, steps), []
@@ -334,20 +339,21 @@ class Compiler:
         """Compile the forward pass of a graph with gradients."""
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         static, visible = metadata.static_input_indices, metadata.num_forward_returns
-        metadata.bw_donated_idxs = []
+        metadata.bw_donated_idxs = []  # no donated buffers, as in `_compile`
         self._finish(gm, static)
         return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile the backward pass, whose saved tensors stay where they are."""
-        from torch._inductor.utils import count_tangents  # of all other inputs
+        from torch._inductor.utils import count_tangents  # counts all other inputs
 
         with self.capture.compiling("the backward pass is rewritten"):
             self._finish(gm, ())
             return self._run(gm, range(count_tangents(gm)), inputs, "backward")
 
     def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
-        """Rewrite a pass of a graph with gradients, after it was cut."""
+        """Rewrite a pass of a graph with gradients, after the cut; `parameters` are indices of its
+        static inputs, none in a backward pass."""
         convert = partial(passes.convert_together, parameters)
         self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
 
@@ -359,18 +365,20 @@ class Compiler:
                 del kind[count:]
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
-        """Let confpred compute the convolutions of `graph` by `replace`."""
+        """Let confpred compute layers of `graph`: `replace`, such as `fusing.fuse`, gets the graph,
+        `choose` and the constraints, and returns their sites."""
         self.capture.doing = "confpred chooses, and compiles kernels"
         self.sites += replace(graph, choose, self.options.constraints)
 
     def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
         """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        serve = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
-        return [serve, layouts.keep_strides] if names else []
+        lower = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
+        return [lower, layouts.keep_strides] if names else []
 
     def _decompose(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:
-        """Return `gm` after `steps`, in the operators that Inductor lowers unless that fails."""
+        """Return `gm` after `steps` and, unless that fails, in the operators that Inductor lowers.
+        Where it fails, Inductor compiles no pass of this capture."""
         self._attempt(gm, [*steps, layouts.filters_to_channels_last])
         try:
             return inductor.decompose(gm, inputs)
@@ -383,7 +391,8 @@ class Compiler:
         self, gm: fx.GraphModule, static: Sequence[int], inputs: Sequence[Any], kind: str,
         visible: int | None = None,
     ) -> Any:  # fmt: skip
-        """Return a function that runs `gm`; the arguments are those of `Graphed`."""
+        """Return a function that runs `gm`, of which `inputs` are fake or example inputs; the other
+        arguments are those of `Graphed`."""
         from torch._dynamo.backends.debugging import boxed_nop
 
         ordinal, written = ordinal_of(gm.graph), passes.written_inputs(gm.graph)
@@ -391,7 +400,8 @@ class Compiler:
         strides: dict[int, tuple[int, ...]] = {}
         if self.inductor:
             self.capture.doing = f"Inductor compiles the {kind} pass"
-            changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # Python does not compile it
+            # Inductor changes its graph. Python does not compile a lazy module.
+            changed = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
             try:
                 program, strides = inductor.compile_pass(changed, inputs, static, visible, kind)
             except Exception as error:
@@ -411,20 +421,20 @@ class Compiler:
         """Return a function that runs a pass: the `program` that Inductor made, else `plain`."""
         kind, ordinal = lowered.kind, lowered.ordinal
         self.capture.ordinal = ordinal
-        done = Pass(kind, set(), "Inductor" if program is not None else "PyTorch's operators")
-        self.capture.passes.append(done)
+        record = Pass(kind, set(), "Inductor" if program is not None else "PyTorch's operators")
+        self.capture.passes.append(record)
         run = plain
         if program is not None:
             run = inductor.accept_any_layout(program, lowered.strides, lowered.written)
         if not self.options.graphs or ordinal is None:
-            done.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
+            record.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
         else:
             memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
             run = make_replayable(
                 lowered.why, run, memory=memory, device=ordinal, static=lowered.static,
-                written=lowered.written, visible=lowered.visible, kind=kind, reasons=done.reasons,
+                written=lowered.written, visible=lowered.visible, kind=kind, reasons=record.reasons,
             )  # fmt: skip
-        done.run = ref(run)
+        record.run = ref(run)
         run.confpred_capture = self.capture  # keeps it alive as long
         return run
 

@@ -30,7 +30,8 @@ from confpred.pytorch.status import Calls, show_in_repr
 
 log = logging.getLogger("confpred")
 Model = TypeVar("Model", bound=nn.Module)
-#: An attribute of modules, which PyTorch calls in place of the module, and where it does.
+#: An attribute of modules whose value PyTorch calls in place of `_call_impl`, and the code of the
+#: method that calls it.
 _CALL, _CALLER = "_compiled_call_impl", nn.Module._wrapped_call_impl.__code__
 #: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
 #: more or once less, and another algorithm adds in another order.
@@ -163,8 +164,8 @@ class _Optimized(_Call):
     hooks for all modules: these make it call `capture` again. A captured function refuses to run
     while another thread traces, so calls wait for that.
 
-    The model itself runs in forward mode and while something else traces it, and for good if it
-    cannot be captured.
+    The model itself runs under forward-mode differentiation and while something else traces it, and
+    for good if it cannot be captured.
     """
 
     def __init__(
@@ -200,10 +201,12 @@ class _Optimized(_Call):
 
 
 class _Part(_Call):
-    """A module of an optimized model that has not been called: it warns where it runs alone."""
+    """The call of a module inside an optimized model, until the model is called: it warns where the
+    module runs alone."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, calls: Calls) -> None:
         super().__init__(module)
+        # `calls` would mark the part as optimized, for `confpred.status`.
         self._model, self._name, self.of = model, name, calls
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +248,8 @@ def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 def _is_traced() -> bool:
-    """Return whether forward mode is on, or something else than `optimize` traces a call."""
+    """Return whether forward-mode differentiation is on, or something other than `optimize` traces
+    a call."""
     return (
         torch.compiler.is_compiling()  # or exports; first, as Dynamo reads no further
         or forward_ad._current_level >= 0
@@ -272,7 +276,8 @@ def _compare(
     model: nn.Module, made: _Optimized, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raise a `ConfpredError` where the results of `made` differ from those of the original `model`
-    on copies of these inputs."""
+    on copies of these inputs. Lazy layers get their sizes first, and a last call lets CUDA graphs
+    be recorded."""
     call, name = model._compiled_call_impl, type(model).__name__
     try:
         model._compiled_call_impl = None
@@ -289,18 +294,18 @@ def _compare(
             log.warning("%s is captured in parts, cut where: %s", name, reason)
         model._compiled_call_impl = None
         expected = _results(model, args, kwargs)
-        difference = _largest_difference(outputs, expected)
+        difference = _describe_difference(outputs, expected)
         if difference is not None:
             # A network may amplify rounding, or draw random numbers.
             nearby = _results(model, args, kwargs, noise=True)
-            if _largest_difference(nearby, expected) is not None:
+            if _describe_difference(nearby, expected) is not None:
                 log.warning(
                     "the outputs of %s cannot be compared, as they change with any rounding of"
                     " the inputs: %s", name, difference,
                 )  # fmt: skip
                 difference = None
         model._compiled_call_impl = captured
-        _results(model, args, kwargs)  # a CUDA graph is recorded at the second call
+        _results(model, args, kwargs)  # a CUDA graph is recorded at the second captured call
     finally:
         model._compiled_call_impl = call
     if difference is not None:
@@ -329,11 +334,11 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore tensors, attributes and random numbers of `model` at the end of the block, and the
-    content of its lists and dictionaries."""
+    """Restore the tensors and attributes of `model` at the end of the block, the content of its
+    lists, dictionaries and sets, and the random numbers of Python and PyTorch."""
     writable = [
         x for x in _tensors_of(model)
-        if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1
+        if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1  # 1: yes
     ]  # fmt: skip
     tensors = [(x, x.detach().clone()) for x in writable]
     holders: list[Any] = [vars(m) for m in model.modules()]
@@ -355,8 +360,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> list[Tensor]:
-    """Return the tensors that `model` returns, and the gradients of its parameters if recorded;
-    with `noise`, of inputs that differ by some roundings. The model is left unchanged."""
+    """Return the tensors that `model` returns and, if recorded, the gradients of its parameters as
+    one vector; with `noise`, of inputs that differ by some roundings. The model is left unchanged.
+    """
 
     def copied(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -382,7 +388,7 @@ def _results(model: nn.Module, args: Any, kwargs: Any, noise: bool = False) -> l
     return results
 
 
-def _largest_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | None:
+def _describe_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | None:
     """Return how `outputs` differ from `expected`, in words; None if they do not."""
     if [x.shape for x in outputs] != [x.shape for x in expected]:
         return "its outputs have other shapes"
@@ -398,6 +404,7 @@ def _largest_difference(outputs: list[Tensor], expected: list[Tensor]) -> str | 
         if not torch.equal(a.isfinite(), finite):
             return "a number is infinite in one output alone"
         off, size = torch.where(finite, a - b, 0.0).norm(), torch.where(finite, b, 0.0).norm()
+        # The coarsest dtype counts, as gradients of all dtypes are joined in float32.
         if off > max(TOLERANCE.get(t.dtype, 1e-1) for t in outputs) * size:
             return f"an output of norm {size.item():.3g} is {off.item():.3g} off"
     return None

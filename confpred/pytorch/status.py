@@ -1,7 +1,8 @@
 """`status`: which kernels run in a model, and why PyTorch's do elsewhere; `verbose` logs captures.
 
 The backend makes a `Capture` of each graph, which lives as long as the function that runs it. A
-capture belongs to the model with its parameters and buffers.
+capture belongs to the model that `confpred.optimize` made it for, else to the model that has its
+parameters and buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from confpred.pytorch.run.tuning import Tuner
 log = logging.getLogger("confpred")
 NO_GPU = "not on a GPU, so confpred changes nothing"
 LEVELS = ("info", "debug")
-_NAMED = 3  # layers of a reason that are named
+_NAMED = 3  # most layers that are named for one reason
 SLOW_S = 5.0  # a capture that takes longer says so before its end
 
 
@@ -45,7 +46,7 @@ class Calls:
         failed: why the model runs without capture; empty if it is captured.
         outside: name of a part that ran before the model was called; empty for none.
         is_training: whether the model was in training mode at the last call.
-        tuner: measures its layers; None before the first capture.
+        tuner: measures layers that no model predicts; None before the first capture.
     """
 
     made: int = 0
@@ -102,7 +103,8 @@ class Capture:
         ended: where a graph break ends it, and why; empty if it covers its forward to the end.
         calls: history of the optimized model's calls, or None.
         limits: limits of its launches.
-        sites: its layers, a site for each direction.
+        sites: its convolutions and, in inference, batch norms, a site for each direction; other
+            norms are not counted.
         ordinal: the CUDA device; None where its tensors are elsewhere.
         passes: its passes that run.
         seconds: time of compilation.
@@ -110,7 +112,7 @@ class Capture:
         was_slow: whether a slow capture was logged.
         kept: with ``verify="network"``, why it runs with confpred's choices or without; else empty.
         is_rejected: whether it runs without confpred's choices.
-        tuner: measures its layers where no model knows the GPU; else None.
+        tuner: measures its layers where no model knows the GPU; None until it is compiled.
         number: its number in the order of captures.
     """
 
@@ -179,7 +181,8 @@ _captures: WeakSet[Capture] = WeakSet()
 def capture_of(
     gm: Any, inputs: Sequence[Any], calls: Calls | None, limits: Any, sites: list[Site]
 ) -> Capture:
-    """Return the record of a graph of Dynamo's with these inputs."""
+    """Return the record of `gm`, a graph of Dynamo's with these inputs, and count it in `calls`;
+    the other arguments are attributes of `Capture`."""
     from torch._guards import CompileContext
 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -212,6 +215,7 @@ def _place(stack: Sequence[Any]) -> str:
 
 
 def _first(text: str) -> str:
+    """Return the first line of `text`."""
     return text.strip().partition("\n")[0]
 
 
@@ -388,6 +392,7 @@ def _layers(captures: Sequence[Capture]) -> Iterator[str]:
 def _remarks(
     model: nn.Module, calls: Calls | None, captures: Sequence[Capture], most: int
 ) -> Iterator[str]:
+    """Yield the remarks of a status; `most` is the number of captures of the frame with most."""
     from torch._dynamo import config
 
     from confpred.pytorch import eager

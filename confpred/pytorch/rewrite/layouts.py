@@ -1,8 +1,8 @@
 """The layout of a captured graph, decided once for all of it.
 
 Tensor cores, and confpred's kernels, read channels last. Where convolutions in half precision read
-images with their channels first, the first images are copied into channels last, and all nodes
-behind them follow. Results keep their layout, and so do inputs of nodes that read memory in order.
+images with their channels first, copies of these images are channels last, and all nodes behind
+them follow. Results keep their layout, and so do inputs of nodes that read memory in order.
 Volumes become channels last where that is expected to save more time than the copies take.
 """
 
@@ -31,21 +31,22 @@ from confpred.pytorch.run.loading import (
 )
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
-Values = dict[fx.Node, Any]  # fake tensors, as nodes lie after a rewrite
-Copies = dict[Any, fx.Node]  # by the source and the layout
+Values = dict[fx.Node, Any]  # fake results of nodes, with the strides after a rewrite
+Copies = dict[Any, fx.Node]  # by the source, and the layout or the kind of reader
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _CONFPRED_CONVOLUTIONS = (confpred.conv2d.default, confpred.conv2d_backward.default)
-#: Batch norms lie as they did: only those of channels-last images are replaced.
+#: Norms whose results may have other strides than PyTorch's. Batch norms have the same: only those
+#: of channels-last images are replaced.
 _NORMS = (confpred.norm.default, confpred.norm_backward.default)
-#: PyTorch's operators that take it for granted, or only check, that memory lies as they read it:
-#: their callers have seen to it, with copies that the capture lacks where it lay so.
+#: PyTorch's operators that read their inputs in one order of memory, or refuse others. PyTorch's
+#: callers copy inputs that lie otherwise; the capture lacks a copy that was not needed.
 _UNCHECKED = tuple(
     f"aten.{name}" for name in (
         "_weight_norm_interface", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
         "_cdist", "_pdist", "view_as_complex", "sym_stride",
     )
 )  # fmt: skip
-#: Others of that kind, which confpred's norms may replace, and how many images they read.
+#: Others of that kind, which confpred's norms may replace, by how many images they read.
 _GROUP_NORMS = {aten.native_group_norm.default: 1, aten.native_group_norm_backward.default: 2}
 #: Gradients of activations that PyTorch's fake tensors expect to lie as another operand.
 _GRADIENTS = tuple(
@@ -99,8 +100,9 @@ def to_channels_last(
 
 
 def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints) -> float:
-    """Return the milliseconds that dense volumes are expected to save channels last; 0 where
-    PyTorch would compute a grouped layer, for which it takes several times as long there."""
+    """Return the milliseconds that convolutions of dense volumes are expected to save channels
+    last; 0 where PyTorch would compute a grouped layer of volumes, several times as slowly there
+    as channels first."""
     saved_ms, grouped = 0.0, list[Any]()
     for node in graph.nodes:
         if node.target not in _CONVOLUTIONS:
@@ -125,13 +127,13 @@ def _saved_ms(graph: fx.Graph, device: Device, constraints: choosing.Constraints
 
 def _copies_ms(graph: fx.Graph, device: Device) -> float:
     """Return the milliseconds that copies of volumes are expected to take."""
-    copied = [node for node in graph.nodes if node.target in _CLONES or _is_no_view(node)]
+    copied = [node for node in graph.nodes if node.target in _CLONES or _is_copying_reshape(node)]
     vals = [val_of(node.all_input_nodes[0]) for node in copied]
     return sum(copy_ms(val, device) for val in vals if val.dim() == 5)
 
 
-def _is_no_view(node: fx.Node) -> bool:
-    """Return whether `node` is a reshape that copies."""
+def _is_copying_reshape(node: fx.Node) -> bool:
+    """Return whether `node` is a reshape that copies, as no view of its input has its shape."""
     if node.target is not aten.reshape.default:
         return False
     try:
@@ -145,6 +147,7 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
     """Bring the filters of confpred's convolutions into the layout that kernels read, in place:
     Inductor's pass that computes or casts a filter writes that layout as well."""
     made: Copies = {}
+    # The index of the filter; the image is before it.
     for target, place in ((confpred.conv2d.default, 1), (confpred.conv2d_backward.default, 2)):
         for node in graph.find_nodes(op="call_function", target=target):
             source: Any = node.args[place]
@@ -155,7 +158,7 @@ def filters_to_channels_last(graph: fx.Graph) -> None:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Keep the strides of results, and of inputs of nodes that `_needs_captured_strides`, by copies
+    """Keep the strides of results, and of inputs of nodes that need those of the capture, by copies
     in place. confpred's operators of lines, volumes and norms may return another layout than
     PyTorch's, which all other nodes follow."""
     if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
@@ -163,8 +166,8 @@ def keep_strides(graph: fx.Graph) -> None:
 
 
 def lay_out_gradients(graph: fx.Graph) -> None:
-    """Let all operands of some gradients lie as PyTorch's fake result, as the real one lies as one
-    of them."""
+    """Copy operands of the gradients `_GRADIENTS` so that all lie as the fake result does. The real
+    result lies as one operand, the fake one as another."""
     for target in _GRADIENTS:
         for node in graph.find_nodes(op="call_function", target=target):
             for source in node.all_input_nodes:
@@ -225,9 +228,10 @@ def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies],
 
 
 def _as_captured(source: fx.Node, vals: Values, made: Copies, reader: fx.Node) -> fx.Node:
-    """Return `source`, for `reader`, with the strides of the capture. Views of one tensor become
-    views of one copy of it: they share memory as they did."""
-    key = source, isinstance(reader.target, torch._ops.HigherOrderOperator)
+    """Return `source`, for `reader`, with the strides of the capture: itself, a copy, or a view of
+    a copy. Views of one tensor become views of one copy of it: they share memory as they did.
+    `vals` has present strides, and `made` the copies so far."""
+    key = source, isinstance(reader.target, torch._ops.HigherOrderOperator)  # see `_copy`
     if key in made:
         return made[key]
     made[key] = source
@@ -243,10 +247,11 @@ def _as_captured(source: fx.Node, vals: Values, made: Copies, reader: fx.Node) -
 
 
 def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...]) -> bool:
-    """Let a convolution read images, or volumes, in half precision channels last."""
+    """Let a convolution in half precision read tensors of `dims` dimensions channels last. Return
+    whether `node` is one that did not, as `_propagate` asks."""
     if not _is_channels_first(node, dims):
         return False
-    # PyTorch lays a volume's filter out as its image, and a fold does so for many at once.
+    # A volume's filter stays: PyTorch lays it out as its image, or a fold does, for many at once.
     for source in node.all_input_nodes[: 2 if val_of(node).dim() == 4 else 1]:
         if not _is_last(vals[source]):
             _copy_dense(source, "channels_last", vals, made, node)
@@ -254,13 +259,15 @@ def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...
 
 
 def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
-    """Let a convolution of lines or volumes read them in the layout that it was chosen for."""
+    """Let a convolution of lines or volumes read them in the layout that it was chosen for. Return
+    whether the strides of the result of `node` may be others than PyTorch's."""
     if not _is_of_another_rank(node):
         return node.target in _NORMS
     call: Any = node.args[-1]
     problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
     if problems:  # else PyTorch's operator computes it
         layout = getattr(problems[0], "layout", "channels_last")
+        # One image is read forward; two backward, the gradient of the output and the input.
         for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
             if layout_of(vals[source]) != layout:
                 _copy_dense(source, layout, vals, made, node)
@@ -268,7 +275,8 @@ def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:
-    """Let `reader` read a copy of `source` that is dense in a layout."""
+    """Let `reader` read a copy of `source` that is dense in a layout; all readers share it, by
+    `made`. Its fake tensor is entered into `vals`."""
     if (source, layout) not in made:
         made[source, layout] = _add_dense_copy(source, vals[source], layout, reader)
     copy = made[source, layout]
@@ -291,17 +299,17 @@ def _needs_captured_strides(node: fx.Node) -> bool:
 
 
 def _is_channels_first(node: fx.Node, dims: tuple[int, ...]) -> bool:
-    """Return whether `node` is a convolution in half precision, channels first, of a tensor of one
-    of these numbers of dimensions."""
-    if node.target is not aten.convolution.default or node.args[6]:
+    """Return whether `node` is a convolution in half precision, not transposed, of a tensor that is
+    channels first and has one of these numbers of dimensions."""
+    if node.target is not aten.convolution.default or sites.arguments_of(node).transposed:
         return False
     val = val_of(node.args[0])
     return val.dim() in dims and val.dtype in HALF and not _is_last(val)
 
 
 def _is_last(val: Any) -> bool:
-    """Return whether an image or volume is channels last; a volume of one channel only if PyTorch
-    takes it for one, as its convolution is large."""
+    """Return whether an image or volume is channels last. A volume of one channel is dense in both
+    layouts; its strides decide, as they do for PyTorch, since its convolution is large."""
     if val.dim() != 5:
         return val.dim() == 4 and lies_channels_last(val)
     like = torch.empty_like(val, memory_format=LAST_FORMATS[5])
@@ -315,12 +323,13 @@ def _has_new_strides(before: Any, after: Any) -> bool:
 
 
 def _last_of_inputs(node: fx.Node) -> fx.Node:
-    """Return `node`, or the last input of its graph where it is one."""
+    """Return `node`, or the last input of its graph if it is an input: those precede all others."""
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
 
 
 def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> fx.Node:
-    """Return a new node behind `source`, for `reader`: a copy of `val`, dense in `layout`."""
+    """Return a new node behind `source`, for `reader`: a copy that is dense in `layout`. `val` is
+    the fake tensor of `source`."""
     if layout == "channels_last" and val.dim() in LAST_FORMATS:  # of one channel, too
         with _inserting_behind(source, reader):
             return _copy(source.graph, source, val, LAST_FORMATS[val.dim()], reader)
@@ -330,8 +339,8 @@ def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> 
 
 
 def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.Node:
-    """Return a new node behind `source`, for `reader`: a copy of `val` with the strides of `like`,
-    or in their order where `like` is not dense."""
+    """Return a new node behind `source`, for `reader`: a copy with the strides of `like`, or in
+    their order where `like` is not dense. `val` is the fake tensor of `source`."""
     graph = source.graph
     for layout in (torch.contiguous_format, LAST_FORMATS.get(val.dim())):
         if layout is not None and like.is_contiguous(memory_format=layout):
@@ -346,13 +355,16 @@ def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.
 
 
 def _inserting_behind(source: fx.Node, reader: fx.Node) -> Any:
-    """Return a context that inserts nodes behind `source`; a tangent's are of the backward pass."""
+    """Return a context that inserts nodes behind `source`; for a tangent, an input of the backward
+    pass, directly before `reader`."""
     if source.op == "placeholder" and "tangents" in str(source.target):
         return source.graph.inserting_before(reader)
     return source.graph.inserting_after(_last_of_inputs(source))
 
 
 def _permute(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:
+    """Return a new node behind `node`, for `reader`: its axes in another `order`. `val` is the fake
+    tensor of `node`."""
     with _inserting_behind(node, reader):
         new = node.graph.call_function(aten.permute.default, (node, list(order)))
     with val.fake_mode:
@@ -363,8 +375,9 @@ def _permute(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> 
 def _copy(
     graph: fx.Graph, source: fx.Node, val: Any, layout: torch.memory_format, reader: fx.Node
 ) -> fx.Node:
-    """Return a new node: `source` in `layout`, for `reader`."""
-    # Inductor may lay a clone out otherwise, and asks no control flow operator for its strides.
+    """Return a new node where `graph` inserts nodes, for `reader`: a copy of `source` in `layout`.
+    `val` is the fake tensor of `source`."""
+    # Inductor may lay PyTorch's clone out otherwise, and asks no control flow operator for strides.
     in_order = isinstance(reader.target, torch._ops.HigherOrderOperator)
     clone = torch.ops.confpred.clone.default if in_order else aten.clone.default
     new = graph.call_function(clone, (source,), {"memory_format": layout})

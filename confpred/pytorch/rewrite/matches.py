@@ -1,8 +1,8 @@
 """Matches of a graph: all are found first, then chosen for in one call, then replaced.
 
-A *match* is a set of nodes that one operator may replace; PyTorch runs the others. Lines and
-volumes are computed in the layout that is predicted to take less time, with the copies that it
-needs. Images get one layout for the whole graph (`layouts.to_channels_last`).
+A *match* is a set of nodes that one operator a direction may replace. Lines and volumes are
+computed in the layout that is predicted to take less time, with the copies that it needs. Images
+get one layout for the whole graph (`layouts.to_channels_last`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from confpred.pytorch.run.loading import layout_of
 
 aten = torch.ops.aten
 Choices = Mapping[Record, "Choice | None"]
-LAUNCH_MS = 1e-3  # of a pass, in a CUDA graph
+LAUNCH_MS = 1e-3  # of a pass over memory, in a CUDA graph
+#: Operators that read a line or volume in either layout without a copy.
 _READERS = (
     aten.convolution.default, aten.convolution_backward.default, aten.permute.default,
     aten.transpose.int,
 )  # fmt: skip
-_FARTHEST = 16  # operators between two convolutions
+_FARTHEST = 16  # most pointwise operators that are looked through
 
 
 class Match(NamedTuple):
     """Nodes of a graph that one operator a direction may compute.
 
     Attributes:
-        sites: the layer's directions, each with a problem to choose for.
-        replace: replaces the nodes by operators, where the choices are confpred kernels.
+        sites: the layer's directions; those that have a problem are chosen for.
+        replace: called once all sites have their choices, replaces the nodes where these say so.
         reads, writes: nodes of lines or volumes that the layer reads, its input last, and
             computes; empty for images.
     """
@@ -75,7 +76,8 @@ class Layouts:
         self._there: set[tuple[fx.Node, str]] = set()  # nodes that exist in a layout so far
 
     def settle(self, match: Match, choices: Choices) -> None:
-        """Set the problems of `match` to the layout that is predicted to take less time."""
+        """Set the problems and choices of `match` to those of the layout that is predicted to take
+        less time. The input's own layout is kept unless a kernel runs in the other one."""
         sites = match.sites
         if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return
@@ -90,13 +92,15 @@ class Layouts:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
         if any(site.is_lowered for site in sites):
+            # A node's own layout does not count once it is listed, so it is listed with the others.
             there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
             there += [(node, best) for node in (*match.reads, *match.writes)]
             self._there.update(there)
 
     def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
-        """Return the predicted milliseconds of `match` in a layout; None if no model has them."""
-        total, key = 0.0, ""  # of the device, the same for all
+        """Return the predicted milliseconds of `match` in a layout, with the copies that it needs;
+        None if no model has them."""
+        total, device_key = 0.0, ""  # the device is the same for all
         for site in match.sites:
             options = [choices[site.by_layout[name]] for name in (layout, *LAYOUTS)]
             choice = options[0]
@@ -104,16 +108,17 @@ class Layouts:
             ms = choice.predicted_ms if choice and _runs_kernel(choice) else next(iter(times), None)
             if choice is None or ms is None:
                 return None
-            total, key = total + ms, choice.device
+            total, device_key = total + ms, choice.device
         copied = [node for node in match.reads if not self._is_there(node, layout)]
         copied += [
             node for node in match.writes
             if layout_of(val_of(node)) != layout and not self._is_free(node)
         ]  # fmt: skip
-        return total + sum(copy_ms(val_of(node), get_device(key)) for node in copied)
+        return total + sum(copy_ms(val_of(node), get_device(device_key)) for node in copied)
 
     def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
-        """Return whether `node` is expected in a layout: its own, or that of its source."""
+        """Return whether `node` is expected in a layout: its own or, of a pointwise operator, that
+        of its source. `depth` counts the operators that were looked through."""
         if any((node, name) in self._there for name in LAYOUTS):
             return (node, layout) in self._there
         # A copy into a memory format is in that one, whatever its source is in.
@@ -139,7 +144,8 @@ class Layouts:
 
 
 def copy_ms(val: Any, device: Device) -> float:
-    """Return the milliseconds that a copy of a fake tensor is expected to take on `device`."""
+    """Return the milliseconds that a copy of a fake tensor is expected to take on `device`, which
+    reads and writes it."""
     return LAUNCH_MS + 2e3 * elements_of(val) * int(val.dtype.itemsize) / device.dram_bytes_per_s
 
 

@@ -49,8 +49,9 @@ _COPIES = (aten.clone.default, *CONVERSIONS)
 _FOLLOWS = {*following.ACTIVATIONS, *CONVERSIONS}  # pointwise, also without the tag
 _VIEWS = (aten.view.default, aten.reshape.default)
 _DIRECTIONS = ("forward", "backward")
-Lies = Callable[[fx.Node], bool]
-Place = tuple[fx.Node, int]  # an argument of a node: another one once chains before are replaced
+Lies = Callable[[fx.Node], bool]  # whether a node lies channels last (`make_layout_test`)
+#: A node and the index of one of its arguments: read late (`node_at`), as rewriting replaces nodes.
+Place = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ class Layer:
         return [sites.Site(name, direction, problem, **more) for direction, problem in pairs]
 
     def position(self) -> fx.Node | None:
-        """Return the node before which the operator is to stand: the first one that needs a running
-        statistic, the last of the chain at the latest. None where an input is not there by then."""
+        """Return the node before which the operator is to stand: the first reader of a batch norm's
+        statistics, or the last node of the chain if that is earlier. None where an input of the
+        operator is not there by then."""
         inputs = [x for x in (*self.nodes(), self.chain.residual) if isinstance(x, fx.Node)]
         statistics = [item for item in self.norm.users if item.args[1] and self.inputs[3:]]
         first = min([self.chain.last, *(user for node in statistics for user in node.users)])
@@ -108,8 +110,8 @@ class Layer:
 
 
 def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
-    """Return a function that tells whether a node of a graph is channels last; if `has_groups`, or
-    will be once confpred computes the group norms before it."""
+    """Return a function that tells whether a node of `graph` is channels last. If `has_groups`, it
+    is also true of a node that will be, once confpred computes the group norms before it."""
     expected: set[fx.Node] = set()
 
     def lies(node: fx.Node) -> bool:
@@ -118,14 +120,14 @@ def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
 
     for node in graph.nodes if has_groups else ():
         if str(node.target) in _GROUP_NORMS and "normalized_shape" not in _named(node):
-            if lies(_first(_input_path(node)[0])):
+            if lies(_input_of(_input_path(node)[0])):
                 items = [item for item in node.users if item.args[1] == 0]
                 expected.update(items, *(item.users for item in items if _is_instance(node)))
         elif node.target in _FOLLOWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             shape = getattr(val_of(node), "shape", None)
             like = [n for n in node.all_input_nodes if getattr(val_of(n), "shape", None) == shape]
-            is_copied = "memory_format" in node.kwargs or expected.isdisjoint(like)
-            expected.update([node] if not is_copied and all(map(lies, like)) else ())
+            follows = "memory_format" not in node.kwargs and not expected.isdisjoint(like)
+            expected.update([node] if follows and all(map(lies, like)) else ())
     return lies
 
 
@@ -196,7 +198,7 @@ def match_group_norm(
         if len(views) != 1 or any(node.target not in _VIEWS for node in (norm.args[0], *views)):
             return None
         nodes += views
-    for start in range(len(path)):
+    for start in range(len(path)):  # the operator replaces as many copies as it can
         layer = _match_group_norm(Chain(tuple(nodes), norm), path[start:], backward, claimed, lies)
         if layer is not None:
             return layer
@@ -208,18 +210,19 @@ def _is_instance(norm: fx.Node) -> bool:
 
 
 def _input_path(norm: Any) -> list[Any]:
-    """Return the nodes from the input to a norm, up to the view of an instance norm."""
-    has_view = _is_instance(norm) and _first(norm).target in _VIEWS
-    return _path_to(_first(norm) if has_view else norm)
+    """Return the path (`_path_to`) to a norm, or to the view that an instance norm reads."""
+    has_view = _is_instance(norm) and _input_of(norm).target in _VIEWS
+    return _path_to(_input_of(norm) if has_view else norm)
 
 
 def _path_to(
     last: Any, dtype: torch.dtype | None = None, views: Collection[Any] = ()
 ) -> list[Any]:  # fmt: skip
-    """Return the path to `last`: the copies (`_is_copy`) and `views` before it, and `last`."""
+    """Return the path to `last`: the copies before it (`_is_copy`, with `dtype`), nodes whose
+    targets are `views`, and `last`. Each is the first argument of the next one."""
     path = [last]
-    while _is_copy(_first(path[0]), dtype) or _first(path[0]).target in views:
-        path.insert(0, _first(path[0]))
+    while _is_copy(_input_of(path[0]), dtype) or _input_of(path[0]).target in views:
+        path.insert(0, _input_of(path[0]))
     return path
 
 
@@ -227,20 +230,21 @@ def _match_group_norm(
     chain: Chain, path: Sequence[Any], backward: Any, claimed: Collection[fx.Node], lies: Lies
 ) -> Layer | None:  # fmt: skip
     """Return the norm of groups at the start of `chain`, if confpred's operator can read the input
-    of the first of `path`."""
+    of the first node of `path`, which ends at the norm. The others are as of `match_group_norm`."""
     norm: Any = chain.norm
-    x, eps = val_of(_first(path[0])), _named(norm)["eps"]
+    x, eps = val_of(_input_of(path[0])), _named(norm)["eps"]
     inputs = [(path[0], 0), _parameter(norm, "weight"), _parameter(norm, "bias")]
     weights = [val_of(node_at(place)) for place in inputs[1:] if place is not None]
     if not all(isinstance(t, Tensor) for t in (x, *weights)):
         return None  # nothing is known of a constant
     dtypes = {t.dtype for t in weights}
-    sizes = _sizes(norm, _first(path[0]), lies) if x.dtype in DTYPES else None
+    # Samples, pixels, channels and groups.
+    sizes = _sizes(norm, _input_of(path[0]), lies) if x.dtype in DTYPES else None
     if (
         sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
         or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
         or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
-        or (backward is not None and _is_copy(path[0]) and _may_be_written(_first(path[0])))
+        or (backward is not None and _is_copy(path[0]) and _may_be_written(_input_of(path[0])))
     ):  # fmt: skip
         return None
     chain = following.follow(chain, [partial(_take_conversion, x.dtype)], claimed)
@@ -287,7 +291,8 @@ def _sizes(norm: fx.Node, node: fx.Node, lies: Lies) -> tuple[int, ...] | None:
 
 
 def _parameter(norm: fx.Node, name: str) -> Place | None:
-    """Return the position of a weight or bias, which instance norm repeats for every sample."""
+    """Return the position of a weight or bias, None for an absent one; of one that an instance norm
+    repeats for every sample, that before the repeat."""
     arguments = _named(norm)
     node = arguments.get(name)
     if node is None:
@@ -297,17 +302,18 @@ def _parameter(norm: fx.Node, name: str) -> Place | None:
 
 
 def _grad_of(chain: Chain, back: Sequence[fx.Node], dtype: torch.dtype) -> Place | None:
-    """Return the position of the output's gradient; None where nodes read a gradient in between,
-    which the operator does not return."""
+    """Return the position of the output's gradient, in `dtype`; None where other nodes read a
+    gradient between that and the norm's, which the operator does not return. `back` is the path
+    from the gradient behind the activation to the norm's own."""
     inner = chain.gradient
     reader = back[0] if inner is None else _path_to(inner, dtype)[0]
     reads_others = inner is not None and find_conversions(inner, dtype, back[0]) is None
-    return None if reads_others or val_of(_first(reader)).dtype is not dtype else (reader, 0)
+    return None if reads_others or val_of(_input_of(reader)).dtype is not dtype else (reader, 0)
 
 
 def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.Node]] | None:
     """Return the nodes of the gradients of input, weight and bias, by index; None where the
-    operator's gradients cannot replace them."""
+    operator's gradients, which have the shapes and dtypes of `inputs`, cannot replace them."""
     grads: dict[int, Sequence[fx.Node]] = {}
     if not _named(backward)["output_mask"][0]:
         return None
@@ -329,8 +335,9 @@ def _grads_of(backward: Any, inputs: Sequence[Tensor]) -> dict[int, Sequence[fx.
 def _take_scale(
     chain: Chain, x: Tensor, weights: list[Tensor], claimed: Collection[fx.Node]
 ) -> tuple[Chain, Sequence[Place], list[Tensor]]:
-    """Take an adaptive norm's factor and term for each sample and channel; return the chain, their
-    positions, and the shapes of the weights that they and the norm's own combine to."""
+    """Take an adaptive norm's factor and term for each sample and channel. Return the chain, their
+    positions, and fake tensors of the weight and bias that these and the norm's own `weights`
+    combine to; without them the chain, no positions, and `weights`. `x` is the norm's input."""
     nodes: list[fx.Node] = []
     places: list[Place] = []
     dtypes: set[torch.dtype] = set()
@@ -365,7 +372,8 @@ def _take_conversion(dtype: torch.dtype, chain: Chain) -> Chain:
 
 
 def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> Chain:
-    """Take a sum with a residual whose layout kernels read in both directions."""
+    """Take a sum with a residual of `dtype`, whose layout kernels read as `lies` tells. `is_saved`:
+    a backward pass reads it, too, so that nobody may write to it before."""
     longer = following.take_sum(chain, dtype)
     other = longer.residual
     is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
@@ -389,14 +397,14 @@ def _take_activation(back: Sequence[fx.Node], chain: Chain) -> Chain:
     residual's gradient, read."""
     if not back:
         return following.take_activation(chain)
-    grad = _first(back[0])
+    grad = _input_of(back[0])
     if chain.sum is None and grad.users.keys() != {back[0]}:
         return chain
     return following.take_activation(chain, grad)
 
 
 def norm_of(backward: fx.Node) -> Any:
-    """Return the norm whose statistics `backward` reads."""
+    """Return the norm whose statistics `backward` reads; None where no node computes them."""
     arguments = _named(backward)
     item = source_of(arguments.get("rstd", arguments.get("save_invstd")))
     is_item = isinstance(item, fx.Node) and item.target is operator.getitem
@@ -406,17 +414,18 @@ def norm_of(backward: fx.Node) -> Any:
 def find_conversions(
     node: fx.Node, dtype: torch.dtype, but: fx.Node | None = None
 ) -> list[fx.Node] | None:
-    """Return `node` if it has a dtype, else the conversions to it; None where something else, `but`
-    one node, reads it."""
+    """Return `node` itself if it has `dtype`, else its conversions to `dtype`, which are all that
+    read it but for the node `but`; None where others do."""
     if val_of(node).dtype is dtype:
         return [node]
     readers = [reader for reader in readers_of(node) if reader is not but]
-    are = all(r.target in CONVERSIONS and val_of(r).dtype is dtype for r in readers)
-    return readers if are else None
+    all_convert = all(r.target in CONVERSIONS and val_of(r).dtype is dtype for r in readers)
+    return readers if all_convert else None
 
 
 def _is_copy(node: Any, dtype: torch.dtype | None = None) -> bool:
-    """Return whether `node` copies a tensor, also from `dtype`, or any, to float32."""
+    """Return whether `node` copies a tensor on its device, in its dtype or to float32: from `dtype`
+    alone, unless that is None."""
     if not isinstance(node, fx.Node) or node.target not in _COPIES:
         return False
     source, copy = val_of(node.args[0]), val_of(node)
@@ -437,5 +446,5 @@ def node_at(place: Place) -> Any:
     return place[0].args[place[1]]
 
 
-def _first(node: fx.Node) -> Any:
+def _input_of(node: fx.Node) -> Any:
     return node.args[0]

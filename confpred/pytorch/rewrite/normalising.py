@@ -33,8 +33,14 @@ def lower_norms(
     graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
 ) -> None:
     """Replace norms of a graph by confpred's operators in place, where these are predicted to be
-    faster in both directions together; add the sites of all norms to `layers`. `operations` are
-    names of the operations to choose for."""
+    faster in both directions together.
+
+    Args:
+        graph: the graph to rewrite.
+        choose: chooses for the problems of all norms in one call.
+        operations: names of the operations to choose for.
+        layers: gets the sites of the norms that confpred can compute, replaced or not.
+    """
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
     matches: list[Match] = []
@@ -45,23 +51,23 @@ def lower_norms(
             both = layer.sites()
             matches.append(Match(both, partial(_replace, layer, both, numbers)))
 
-    groups = NORM.name in operations
-    lies = norm_layers.make_layout_test(graph, groups)
+    has_groups = NORM.name in operations
+    lies = norm_layers.make_layout_test(graph, has_groups)
     for node in graph.nodes:
         if node.target is norm_layers.BATCH_NORM_BACKWARD and BATCH_NORM.name in operations:
             take(norm_layers.match_batch_norm(node, claimed, lies))
-        if str(node.target) in norm_layers.GRADIENTS and groups:
+        if str(node.target) in norm_layers.GRADIENTS and has_groups:
             take(norm_layers.match_group_norm(norm_layers.norm_of(node), node, claimed, lies))
     # The later one of two norms that are summed takes the sum: the other's is there by then.
     for node in reversed(graph.nodes):
-        if groups and node not in claimed:
+        if has_groups and node not in claimed:
             take(norm_layers.match_group_norm(node, None, claimed, lies))
     layers += choose_and_replace(graph, matches, choose)
 
 
 def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
-    """Replace a norm and its epilogue by an operator a direction; `made` caches the graph's tensors
-    of numbers."""
+    """Replace a norm and its epilogue by an operator a direction, if that gains time. `both` are
+    the sites of `layer`; `made` caches the graph's tensors of numbers."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
         for site, choice in zip(both, choices, strict=False):
@@ -76,8 +82,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     if running:
         forward, backward = (confpred.batch_norm.default, confpred.batch_norm_backward.default)
     like, residual = val_of(x).new_empty(0, dtype=torch.float32), chain.residual
-    held = layer.scalars[-1:] if frozen else layer.scalars[::-1]
-    numbers = [_add_number(value, like, graph, made) for value in held]
+    scalars = layer.scalars[-1:] if frozen else layer.scalars[::-1]  # eps, then momentum
+    numbers = [_add_number(value, like, graph, made) for value in scalars]
     with graph.inserting_before(layer.position()):
         if layer.scale:
             weight, bias = _add_scale(layer, norm.meta)
@@ -94,7 +100,7 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     # The first node of the gradient. Without an activation, the residual's is that of the output.
     inner, residual = (back[-1], None) if chain.gradient is None else (chain.gradient, residual)
     statistics = running if frozen else results[1:3]
-    more = (numbers if frozen else [], layer.scalars[-1]) if running else ()
+    more = (numbers if frozen else [], layer.scalars[-1]) if running else ()  # and eps
     with graph.inserting_before(inner):
         operands = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
         put = _insert(graph, backward, operands, back[-1].meta)
@@ -113,7 +119,8 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
 
 
 def _add_scale(layer: Layer, meta: Any) -> list[fx.Node]:
-    """Return new nodes of the weight and bias of each sample and channel."""
+    """Return new nodes of the weight and bias of each sample and channel: those of the norm with an
+    adaptive norm's factor and term behind them."""
     graph, (_, weight, bias, *_) = layer.norm.graph, layer.nodes()
     channels = val_of(layer.nodes()[0]).shape[1]
 
@@ -128,7 +135,8 @@ def _add_scale(layer: Layer, meta: Any) -> list[fx.Node]:
 
 
 def _add_number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
-    """Return the node of a tensor that holds `value` and is `like` another, one for all norms."""
+    """Return the node of a tensor that holds `value`, of the dtype and device of `like`. All norms
+    of `graph` share it by `made`."""
     key = value, like.dtype, like.device
     if key not in made:
         anchor = value if isinstance(value, fx.Node) else graph.find_nodes(op="placeholder")[-1]
@@ -147,7 +155,8 @@ def _gain_ms(*choices: Choice) -> float:
 
 
 def _insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
-    """Return a new call of `target`, with the metadata `meta` of another node."""
+    """Return a new call of `target` where `graph` inserts nodes, with the metadata `meta` of
+    another node and a fake result, a list for several."""
     new = graph.call_function(target, args)
     val = target(*fx.map_arg(args, val_of))
     new.meta = meta | {"val": list(val) if isinstance(val, tuple) else val}

@@ -24,9 +24,11 @@ from confpred.pytorch.run.graphs import Run
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
 Step = Callable[[fx.Graph], Any]  # a pass, in place
-_FUNCTIONAL = aten._batch_norm_with_update_functional.default
-#: Libraries of operators that compute and do nothing else; operators of a program may.
+#: Batch norm in training by the library that eager mode chooses, such as cuDNN.
+_EAGER_NORM = aten._batch_norm_with_update_functional.default
+#: Libraries whose operators compute and do nothing else; other operators may.
 _PURE = ("aten", "prims", "prim", "confpred", "torchvision")
+#: Higher-order operators that do more than compute.
 _IMPURE = ("call_torchbind", "invoke_leaf_function", "print", "with_effects")
 #: Operators that may convert a tensor to another dtype.
 CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -49,8 +51,9 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
 
 
 def warn_of(error: Exception, where: str, effect: str) -> None:
-    """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG."""
-    error = getattr(error, "inner_exception", error)  # of what Dynamo wraps it in
+    """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG.
+    `where` names the step that failed, and `effect` says what becomes of the program."""
+    error = getattr(error, "inner_exception", error)  # the cause, where Dynamo has wrapped it
     warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first_line(error)}")
     log.debug("%s failed", where, exc_info=error)
 
@@ -61,7 +64,7 @@ def val_of(node: Any) -> Any:
 
 
 def put_in_place(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """Return a new call of `target`, which stands where `node` was."""
+    """Return a new call of `target` with the position, metadata and readers that `node` had."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args)
     new.meta = dict(node.meta)
@@ -96,8 +99,8 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
 
 
 def find_foreign_operator(gm: fx.GraphModule) -> str:
-    """Return an operator of a graph of Dynamo that may have side effects, such as printing, or
-    waiting for other processes; empty if there is none."""
+    """Return the name of an operator in a graph of Dynamo that may have side effects, such as
+    printing, or waiting for other processes; empty if there is none."""
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     for target in (node.target for graph in graphs for node in graph.nodes):
         name = str(target)
@@ -148,7 +151,7 @@ def drop_copies(graph: fx.Graph) -> None:
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.
     """
-    owners: dict[fx.Node, fx.Node] = {}  # a node whose memory this one shares, or itself
+    owners: dict[fx.Node, fx.Node] = {}  # of a view its source, of others the node itself
 
     def owner_of(node: fx.Node) -> fx.Node:
         while owners[node] is not node:
@@ -194,11 +197,11 @@ def restore_eager_batch_norms(graph: fx.Graph) -> None:
             x, weight, bias, mean, variance, training, momentum, eps = node.args
             if not training or not all(isinstance(t, fx.Node) for t in (weight, mean, variance)):
                 continue  # the backward of the other operator wants a weight
-            new = put_in_place(node, _FUNCTIONAL, (x, weight, bias, mean, variance, momentum, eps))
+            new = put_in_place(node, _EAGER_NORM, (x, weight, bias, mean, variance, momentum, eps))
             values = list(node.meta["val"])
             empty = values[0].new_empty(0, dtype=torch.uint8)
             new.meta["val"] = [*values[:3], empty, *values[3:]]
-            reserve = result_of(new, 3)
+            reserve = result_of(new, 3)  # before the new running statistics
             for item in [item for item in new.users if item is not reserve]:
                 place: Any = item.args[1]
                 if place == 1:
@@ -206,9 +209,9 @@ def restore_eager_batch_norms(graph: fx.Graph) -> None:
                 item.args = (new, place if place < 3 else place + 1)
         elif node.target is aten.native_batch_norm_backward.default:
             grad, x, weight, _, _, saved_mean, saved_deviation, training, eps, mask = node.args
-            reserve_of = reserves.get(saved_mean)
-            if reserve_of is not None and training:
-                saved = (None, None, saved_mean, saved_deviation, True, eps, mask, reserve_of)
+            saved_reserve = reserves.get(saved_mean)
+            if saved_reserve is not None and training:
+                saved = (None, None, saved_mean, saved_deviation, True, eps, mask, saved_reserve)
                 put_in_place(node, aten.batch_norm_backward.default, (grad, x, weight, *saved))
 
 
@@ -232,7 +235,7 @@ def update_in_place(graph: fx.Graph) -> None:
     confpred = torch.ops.confpred
     # The index of the first new statistic among results, and of the first old one among arguments.
     for functional, in_place, result, argument in (
-        (_FUNCTIONAL, aten._batch_norm_with_update.default, 4, 3),
+        (_EAGER_NORM, aten._batch_norm_with_update.default, 4, 3),
         (confpred.batch_norm.default, confpred.batch_norm_.default, 3, 4),
     ):
         for node in graph.find_nodes(op="call_function", target=functional):
@@ -269,9 +272,10 @@ def describe_tensors(graph: fx.Graph) -> None:
 
 
 def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
-    """Let inputs that are `parameters` be converted to another dtype by one call before all else,
-    and results, where there are no parameters, by one after all else. Each is a launch, of a
-    microsecond or two where the tensor is small."""
+    """Convert parameters, the inputs at the indices `parameters`, to another dtype before all else,
+    by one call for all of the same dtypes and device. A graph without parameters, such as a
+    backward pass, has its results converted so, after all else. A conversion alone is a launch, of
+    a microsecond or two where the tensor is small."""
     output, inputs = graph.output_node(), graph.find_nodes(op="placeholder")
     parameter_nodes = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
@@ -307,6 +311,8 @@ def _only_converts(node: fx.Node) -> bool:
 
 
 def _update_one(norm: fx.Node, in_place: Any, result: int, argument: int) -> None:
+    """Let the operator `in_place` compute `norm`, if copies into the old running statistics alone
+    read the new ones. `result` and `argument` are as in `update_in_place`."""
     items = {item.args[1]: item for item in norm.users}
     copies = []
     for place, home in enumerate(norm.args[argument : argument + 2], result):
@@ -330,8 +336,9 @@ def freeze(
     static: Sequence[int],
     compile: Callable[[fx.GraphModule, Sequence[int]], Run],
 ) -> Run:
-    """Return a function that computes once the nodes that depend on static inputs alone. Each call
-    runs the other nodes, compiled by `compile`, on these kept results."""
+    """Return a function that computes once the nodes that depend on inputs at `static` alone. Each
+    call runs the other nodes on these kept results, which are further static inputs of the graph
+    that `compile` gets."""
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
     changed = {n for node in graph.nodes if written_by(node) for n in node.all_input_nodes}

@@ -52,10 +52,11 @@ class Call:
 
     Attributes:
         geometry: stride, padding, dilation, groups.
+        activation: applied last, in a forward pass.
         mask: gradients that the backward pass computes.
-        hints: assignments made when a graph was captured, of the forward pass, or of the gradients
-            of x and of weight; launched where the problem is the same.
-        constraints: for choices made now.
+        hints: assignments made when a graph was captured, of the forward pass and None, or of the
+            gradients of x and of weight; launched where the problem is the same.
+        constraints: bound choices made now; their limits bound launches of `hints`, too.
         cut: outputs left out at the end of the last axis, as in `ConvNd`.
         output_padding: of a transposed convolution; empty for others.
     """
@@ -72,11 +73,12 @@ class Call:
     def arguments(self) -> tuple[Any, ...]:
         """Arguments of ``aten::convolution`` behind its tensors."""
         stride, padding, dilation, groups = self.geometry
-        more = self.output_padding or (0,) * len(stride)
-        return stride, padding, dilation, bool(self.output_padding), more, groups
+        output_padding = self.output_padding or (0,) * len(stride)
+        return stride, padding, dilation, bool(self.output_padding), output_padding, groups
 
     def biases(self, weight: Tensor) -> int:
-        """Return the result's channels; a transposed layer's filters are (C, K / groups, ...)."""
+        """Return the values of a bias, one for each channel of the result; a transposed layer's
+        filters are (C, K / groups, ...)."""
         return weight.shape[1] * self.geometry[3] if self.output_padding else weight.shape[0]
 
     def image(self, x: Tensor, weight: Tensor) -> Sequence[int]:
@@ -108,11 +110,11 @@ class Call:
     def read(text: str) -> Call:
         """Return the call whose `text` this is."""
         (*axes, groups), activation, mask, hints, limits, max_regret, *rare = json.loads(text)
-        cut, more = rare or (0, ())
+        cut, output_padding = rare or (0, ())
         return Call(
             (*map(tuple, axes), groups), activation, tuple(mask),
             tuple(hint and Assignment.from_json(hint) for hint in hints),
-            Constraints(Limits(*limits), max_regret), cut, tuple(more),
+            Constraints(Limits(*limits), max_regret), cut, tuple(output_padding),
         )  # fmt: skip
 
 
@@ -120,8 +122,12 @@ def layer_of(
     direction: str, image: Sequence[int], filters: Sequence[int], dtype: torch.dtype,
     geometry: Geometry, layout: str = "channels_last", **fields: Any,
 ) -> Problem | ConvNd | None:  # fmt: skip
-    """Return the problem of a layer of any rank; None if no record describes it. `image` is
-    (N, C, ...) and `filters` (K, C / groups, ...) in every direction; `fields` are further ones."""
+    """Return the problem of a layer of any rank in a direction; None if no record describes it.
+
+    In every direction `image` is the shape of the layer's input, (N, C, ...), and `filters` that of
+    its filters, (K, C / groups, ...). `layout` is of lines and volumes; `fields` are the problem's
+    others.
+    """
     stride, padding, dilation, groups = geometry
     rank = len(filters) - 2
     if dtype not in DTYPES or len(image) != len(filters) or not 1 <= rank <= MAX_RANK:
@@ -134,6 +140,7 @@ def layer_of(
     for axes, values in (("dhw", sizes), ("trs", windows)):
         fields |= dict(zip(axes[-rank:], values, strict=True))
     try:
+        # `Problem` has no bias in dgrad, where a transposed layer of images adds one.
         if rank == 2 and not (direction == "dgrad" and fields.get("bias")):
             return Problem(n, c, **fields)
         return ConvNd(n, c, rank=rank, layout=layout, **fields)
@@ -165,7 +172,7 @@ class OnImages:
 
     @staticmethod
     def _viewed(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return `t`, channels last, with another shape, whose channels are the last, too."""
+        """Return `t`, which is channels last, with the sizes of `shape`, in the order of memory."""
         return t if t.dim() == 1 else t.movedim(1, -1).reshape(shape).movedim(-1, 1)
 
 
@@ -186,8 +193,8 @@ def is_deterministic() -> bool:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor:
-    """Compute ``activation(convolution(x, weight, bias) + residual)`` of plain tensors; `residual`
-    can be added to shape (N, K, ...). The cut of `call` comes first."""
+    """Compute ``activation(convolution(x, weight, bias) + residual)`` of plain tensors. The cut of
+    `call` precedes the sum; `residual` may be broadcast to the shape of the result."""
     ready = forward_launch(x, weight, bias, residual, call)
     if ready is not None:
         operands, layout = (x, weight, bias, residual), layout_of(x)
@@ -215,9 +222,9 @@ def forward_launch(
         return None
     if bias is not None and bias.shape != (call.biases(weight),):
         return None  # PyTorch raises the error
-    has_bias, has_residual = bias is not None, residual is not None
-    fields = {"bias": has_bias, "activation": call.activation, "residual": has_residual}
-    return _find("fprop", x, weight, call, fields, None if residual is None else residual.shape)
+    has_bias, shape = bias is not None, None if residual is None else residual.shape
+    fields = {"bias": has_bias, "activation": call.activation, "residual": shape is not None}
+    return _find_launch("fprop", x, weight, call, fields, shape)
 
 
 def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
@@ -232,9 +239,10 @@ def backward(out_grad: Tensor, x: Tensor, weight: Tensor, call: Call) -> Grads:
         if run_x is not None:
             (grad_x,) = run_x.run(out_grad, dense(weight, layout), None)
         if run_weight is not None:
+            # The image of a transposed layer is its output: the two change roles.
             operands = (out_grad, dense(x, layout))
-            grad_weight, *more = run_weight.run(*operands[:: -1 if call.output_padding else 1])
-            grad_bias = more[0] if more else None
+            grad_weight, *of_bias = run_weight.run(*operands[:: -1 if call.output_padding else 1])
+            grad_bias = of_bias[0] if of_bias else None
     grads = (grad_x, grad_weight, grad_bias)
     left = [wanted and grad is None for wanted, grad in zip(call.mask, grads, strict=True)]
     if left == [False, False, True]:
@@ -262,11 +270,11 @@ def backward_launches(x: Tensor, weight: Tensor, call: Call) -> tuple[Ready | No
     run_x = run_weight = None
     if alike(x, weight) and _is_read(x):
         if call.mask[0]:
-            run_x = _find("dgrad", x, weight, call, {})
+            run_x = _find_launch("dgrad", x, weight, call, {})
         if call.mask[1]:
             bias = call.mask[2] and not call.output_padding and sums_bias(call.geometry[3])
             fields = {"bias": bias, "deterministic": is_deterministic()}
-            run_weight = _find("wgrad", x, weight, call, fields)
+            run_weight = _find_launch("wgrad", x, weight, call, fields)
     return run_x, run_weight
 
 
@@ -276,14 +284,22 @@ def _is_read(x: Tensor) -> bool:
     return x.dim() != 4 or is_channels_last(x)
 
 
-def _find(
+def _find_launch(
     direction: str, x: Tensor, weight: Tensor, call: Call, fields: dict[str, Any],
     residual: torch.Size | None = None,
 ) -> Ready | None:  # fmt: skip
-    """Return the launch for these sizes on `x`'s device; None for PyTorch's convolution, as for a
-    `residual` that is broadcast."""
+    """Return the launch for the sizes, dtype and device of `x`; None for PyTorch's convolution, as
+    for a residual that is broadcast.
+
+    Args:
+        direction: the direction of the network; that of a transposed layer's problem is another.
+        x, weight: input and filter of the layer, in every direction.
+        call: the other arguments of the convolution.
+        fields: further fields of the problem.
+        residual: shape of the residual; None without one.
+    """
     dtype, ordinal, geometry, constraints = x.dtype, x.get_device(), call.geometry, call.constraints
-    hint, layout = call.hints[direction == "wgrad"], layout_of(x)
+    hint, layout = call.hints[direction == "wgrad"], layout_of(x)  # the second one is of `weight`
     direction = call.direction(direction)
     switches = (
         dtype is torch.float32 and not convolutions_allow_tf32(), torch.backends.cudnn.enabled,

@@ -1,4 +1,4 @@
-"""Batch norms by known statistics, folded for all layers of a graph in one launch.
+"""Batch norms by known statistics, folded for up to `LAYERS` layers in one launch.
 
 A layer with a filter gets the filter times the norm's scale, and a bias; others get scale and shift
 in float32 (``kernels/fold.cu``). The launch is part of the captured graph, so writes to weights and
@@ -22,7 +22,7 @@ from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.loading import CHANNELS_LAST, in_context
 
 log = logging.getLogger(__name__)
-#: Layers of one launch: its parameters fit in the 4 KiB that every driver passes.
+#: Most layers of one launch: its parameters fit in the 4 KiB that every driver passes.
 LAYERS = 36
 _THREADS, _WARPS, _MOST_BLOCKS = 256, 8, 128
 _VECTOR = 8  # elements that a lane of the kernel reads at once
@@ -116,6 +116,7 @@ def _of_image(t: Tensor) -> Tensor:
 
 
 def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:
+    """Return whether the kernel takes these tensors; `out` are its results."""
     for gamma, beta, mean, variance, *_ in layers:
         for left, right in ((gamma, beta), (mean, variance)):
             if left is not None and right is not None and left.dtype is not right.dtype:
@@ -131,6 +132,7 @@ def _can_launch(layers: Sequence[Parts], out: Sequence[Tensor]) -> bool:
 
 
 def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]) -> None:
+    """Fold at most `LAYERS` norms in one launch; `out` has two tensors for each."""
     argument, blocks = _FoldLayers(), 1
     for i, (gamma, beta, mean, variance, bias, filter) in enumerate(layers):
         layer = argument.layer[i]
@@ -145,6 +147,7 @@ def _launch(layers: Sequence[Parts], eps: Sequence[float], out: Sequence[Tensor]
         affine = next((t for t in (gamma, beta) if t is not None), mean)
         kinds = (affine, mean, bias, filter, out[2 * i])
         codes = [0 if t is None else _CODES[t.dtype] for t in kinds]
+        # Four bits for each dtype; bit 20 says that vectors can be read and written as they lie.
         layer.types = sum(code << 4 * place for place, code in enumerate(codes))
         if filter is not None and _is_in_order(filter):
             layer.types |= 1 << 20

@@ -1,15 +1,15 @@
 """CUDA graphs of captured graphs.
 
 A captured function (a forward pass and its backward pass, or an inference pass) is recorded at its
-second call and replayed from the third on. A replay writes to the same memory as the one before:
+second call, and replayed at that and all later ones. A replay overwrites the one before:
 
     inputs        parameters are read where they are; others are copied into the graph's memory
     results       those that the caller sees are copied out
     saved tensors stay in the graph's memory, for the backward pass
 
-So a pass is replayed only while nobody holds a saved tensor of an earlier call, as counts of
-references tell, and a backward pass only for the forward pass that was replayed last. Other calls,
-and passes that cannot be recorded, run without a graph and compute the same.
+So a forward pass is replayed only while nobody holds a saved tensor of an earlier call, as counts
+of references tell, and a backward pass only for the forward pass that was replayed last. Other
+calls, and passes that cannot be recorded, run without a graph and compute the same.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from confpred.errors import first_line
 from confpred.problem.precision import convolutions_allow_tf32
 
 log = logging.getLogger("confpred")
-Run = Callable[[list[Any]], Any]  # a graph; it empties the list of inputs
-#: Recordings of one pass: one for each set of open sizes and switches, and after moved parameters.
+Run = Callable[[list[Any]], Any]  # runs a graph, and empties the list of inputs
+#: Most recordings of a pass: one for each set of open sizes and switches, and after moved inputs.
 MOST_GRAPHS = 8
 #: Marks the main thread, and the threads that autograd starts for its backward passes.
 _MAIN_THREAD = "confpred_main_thread"
-#: Streams that passes are recorded on.
+#: Streams that passes are recorded on, by CUDA device.
 _recording_streams: dict[int, torch.cuda.Stream] = {}
 
 
@@ -52,7 +52,7 @@ class GraphMemory:
 
     Attributes:
         pool: PyTorch's handle of it; None before the first recording.
-        graphs: those that are recorded in it and alive.
+        graphs: CUDA graphs that were recorded in it and are alive.
         forward: the recording of the forward pass that was replayed last.
         stream: the stream of the last replay.
         lock: held while a pass is recorded, or its replay enqueued.
@@ -65,8 +65,8 @@ class GraphMemory:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def pool_to_record_in(self) -> Any:
-        """Return the pool; a new one where no graph is left of those in the old one, which PyTorch
-        does not open again."""
+        """Return the pool to record in. Where no graph of the present one is alive it is a new one,
+        as PyTorch does not open the present one again."""
         if not self.graphs:
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
@@ -85,12 +85,13 @@ class SavedTensors:
     def __init__(self, results: Sequence[Tensor]) -> None:
         self._tensors = _aliases(results)
         self._storages = [x.untyped_storage() for x in self._tensors]
-        self._counts_of_none = self._counts()
+        self._counts_if_unheld = self._counts()
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._tensors)
 
     def _counts(self) -> list[list[int]]:
+        """Return how many references there are: from Python, to tensors in C++, to storages."""
         objects = map(sys.getrefcount, (*self._tensors, *self._storages))
         tensors = [x._use_count() for x in self._tensors]  # type: ignore[attr-defined]
         storages = [torch._C._storage_Use_Count(x._cdata) for x in self._storages]
@@ -98,13 +99,12 @@ class SavedTensors:
 
     def are_held(self) -> bool:
         """Return whether anybody but this object holds one of them."""
-        return self._counts() != self._counts_of_none
+        return self._counts() != self._counts_if_unheld
 
 
 @cache
 def memory_of_inference(device: int) -> GraphMemory:
-    """Return the memory that all inference passes of a CUDA device share: nothing in it outlives a
-    replay."""
+    """Return the memory of all inference passes of a device: nothing in it outlives a replay."""
     return GraphMemory()
 
 
@@ -119,15 +119,15 @@ class Recording:
         buffers: where inputs are copied to, by index.
         addresses: of the inputs that are read where they are, by index.
         from_forward: ids of the inputs that the forward pass left in the graph's memory, by index.
-        results: those of the pass that are no tensors, and None for the others.
-        of_inputs: results in the memory of a static input: its position, and the result's geometry.
-        sources: visible results that are copied alone, by index.
-        shared: storages that several visible results are in, with these results by index.
+        results: the pass' results that are no tensors, and None in place of each tensor.
+        of_inputs: results in a static input's memory, by index: that input's index, their geometry.
+        sources: visible results that are copied alone, by index: each fills its storage.
+        shared: storages of other visible results, copied whole, with these results by index.
         saved: results that stay in the graph's memory, with their `saved_places`.
         held: storages of these results by address, which keep other recordings away from them
             until the backward pass is recorded.
         backward: the recording of the backward pass.
-        is_stale: its backward pass has to be recorded again, which needs what `held` was.
+        is_stale: whether to record it again, for its backward pass, which needs a new `held`.
     """
 
     graph: Any
@@ -151,8 +151,7 @@ class Recording:
         return {i for i, address in self.addresses.items() if inputs[i].data_ptr() != address}
 
     def replay(self, inputs: list[Any], memory: GraphMemory, device: int) -> list[Any]:
-        """Replay the graph on the current stream with these inputs, which are freed, and return its
-        results."""
+        """Replay the graph on the current stream; free the `inputs`, and return its results."""
         stream = torch.cuda.current_stream(device)
         if memory.stream is not None and memory.stream != stream:
             stream.wait_stream(memory.stream)
@@ -199,7 +198,7 @@ def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: A
 
 
 def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[int]) -> str | None:
-    """Return why `gm`, which writes to inputs at `written`, is never a CUDA graph, else None."""
+    """Return why `gm` is never a CUDA graph, else None; `static`, `written` are as of `Graphed`."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     vals = _pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
@@ -209,13 +208,13 @@ def why_no_graph(gm: fx.GraphModule, static: Sequence[int], written: Sequence[in
         return f"it uses {', '.join(others) or 'no device'}"
     if len(devices) > 1:
         return f"it uses several devices: {', '.join(sorted(map(str, devices)))}"
-    plain = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
-    for node in plain.graph.nodes:
+    examined = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
+    for node in examined.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             if "triton_kernel_wrapper" not in str(node.target):
                 return f"{node.target} may need the host"
             node.meta["val"] = None  # PyTorch's look at it up to 2.11 fails
-    node = get_first_incompatible_cudagraph_node(plain)
+    node = get_first_incompatible_cudagraph_node(examined)
     if node is None and set(written) <= set(static):
         return None
     writes = "it writes to an input that is no parameter or buffer"
@@ -243,12 +242,12 @@ class Graphed:
         self, plain: Run, *, memory: GraphMemory, device: int, static: Sequence[int],
         written: Sequence[int], visible: int | None, kind: str, reasons: set[str],
     ) -> None:  # fmt: skip
-        self._boxed_call = True  # what PyTorch wraps it in copies this from the object itself
+        self._boxed_call = True  # PyTorch's wrappers copy this from the instance
         self._plain, self._visible, self._kind = plain, visible, kind
         self._memory, self._device = memory, device
         self._static, self._written = set(static), frozenset(written)
         self._sizes: list[int] | None = None  # indices of inputs that are open sizes
-        self._recordings: dict[Any, Recording | None] = {}
+        self._recordings: dict[Any, Recording | None] = {}  # by switches and sizes
         self._tries = 0
         self._reasons = reasons
         self.replays = 0
@@ -260,7 +259,7 @@ class Graphed:
             return self._run_plain(inputs, "in other threads than the main one")
         memory = self._memory
         with memory.lock:
-            outcome = self._recording(inputs)
+            outcome = self._find_recording(inputs)
             if isinstance(outcome, Recording):
                 if self._kind == "forward":
                     memory.forward = outcome
@@ -275,8 +274,8 @@ class Graphed:
             log.info("the %s pass runs without a CUDA graph %s", self._kind, reason)
         return self._plain(inputs)
 
-    def _recording(self, inputs: list[Any]) -> Recording | str:
-        """Return the recording to replay, or why there is none; that is empty at a first call."""
+    def _find_recording(self, inputs: list[Any]) -> Recording | str:
+        """Return the recording to replay, or why there is none: an empty text at a first call."""
         switches = read_switches()
         if self._sizes is None:
             self._sizes = [i for i, x in enumerate(inputs) if isinstance(x, int)]
@@ -298,7 +297,7 @@ class Graphed:
         return recording if recording.why is None else recording.why
 
     def _find_backward(self, inputs: list[Any], switches: Any) -> Recording | str:
-        """Return the recording of the backward pass that belongs to the last forward pass."""
+        """Return the recording that follows the last forward pass, or why there is none."""
         forward = self._memory.forward
         if forward is None:
             return "where its forward pass ran without"
@@ -325,8 +324,8 @@ class Graphed:
         return recording
 
     def _record(self, inputs: list[Any], switches: Any, held: dict[int, Any]) -> Recording:
-        """Record this pass; `held` are storages of its forward pass by address, which are freed as
-        the pass has read them. Where that fails, the recording says why."""
+        """Record this pass; `held` are storages of its forward pass by address, each freed once the
+        pass has read it. A recording that fails has no graph, and says why."""
         self._tries += 1
         if self._tries > MOST_GRAPHS:
             return Recording(None, switches, f"as it was recorded {MOST_GRAPHS} times")
@@ -334,13 +333,14 @@ class Graphed:
         recording = Recording(graph, switches)
         pool = self._memory.pool_to_record_in()
         try:
-            with torch.cuda.device(self._device), _recorded(graph, pool, self._device):
+            with torch.cuda.device(self._device), _record_block(graph, pool, self._device):
                 places: dict[int, int] = {}  # of inputs by the address of their storage
                 for i, x in enumerate(inputs):
                     if not isinstance(x, Tensor):
                         continue
                     if i not in self._static:
                         args[i] = _buffer_for(x)
+                        # It owns nothing: the pool reuses the memory once the pass has read it.
                         recording.buffers[i] = _view(_alias(args[i].untyped_storage()), args[i])
                         continue
                     address = x.untyped_storage().data_ptr()
@@ -352,19 +352,19 @@ class Graphed:
                     if x.numel():
                         places[address] = i
                 held.clear()
-                self._describe(recording, inputs, list(self._plain(args)), places)
+                self._locate_results(recording, inputs, list(self._plain(args)), places)
         except Exception as error:
             return Recording(None, switches, f"as it cannot be recorded: {first_line(error)}")
         self._memory.graphs.add(graph)
         return recording
 
-    def _describe(
+    def _locate_results(
         self, recording: Recording, inputs: list[Any], results: list[Any], places: dict[int, int]
     ) -> None:
-        """Enter where the results of a pass lie; `places` are those of static inputs by the address
-        of their storage."""
+        """Enter into `recording` where the `results` of a pass lie; `places` are indices of static
+        `inputs` by the address of their storage."""
         visible = len(results) if self._visible is None else self._visible
-        owners: dict[int, dict[int, Tensor]] = {}
+        by_storage: dict[int, dict[int, Tensor]] = {}
         recording.results = [None if isinstance(x, Tensor) else x for x in results]
         for place, x in enumerate(results):
             if not isinstance(x, Tensor):
@@ -379,13 +379,13 @@ class Graphed:
                 geometry = x.shape, x.stride(), x.storage_offset()
                 recording.of_inputs[place] = places[address], geometry
             elif place < visible:
-                owners.setdefault(address, {})[place] = x
+                by_storage.setdefault(address, {})[place] = x
             else:
                 recording.saved_places.append(place)
                 if address:  # it is not empty
                     recording.held[address] = storage
         recording.saved = SavedTensors([results[place] for place in recording.saved_places])
-        for views in owners.values():
+        for views in by_storage.values():
             ((place, x), *others) = views.items()
             alias = _alias(x.untyped_storage())
             if not others and x.numel() * x.element_size() == alias.nbytes():
@@ -396,22 +396,22 @@ class Graphed:
 
 
 def _view(storage: Any, like: Tensor) -> Tensor:
-    """Return a tensor as `like` in `storage`, which any mode may write to."""
+    """Return a tensor like `like` in `storage`, no inference tensor: any mode may write to it."""
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=like.dtype, device=storage.device)
         return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 def _buffer_for(x: Tensor) -> Tensor:
-    """Return memory for a copy of `x`. Nothing is launched, as `torch.empty` does where PyTorch is
-    set to be deterministic: that would be recorded, and run behind the copy."""
+    """Return memory for a copy of `x`, without a launch: `torch.empty` fills it where PyTorch is
+    set to be deterministic, and a recorded fill would overwrite the copy at each replay."""
     like = torch.empty_like(x, device="meta")
     storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
     return _view(storage, like)
 
 
 def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in the memory of `tensors`, which do not own it, with as many storages."""
+    """Return tensors in the memory of `tensors` that do not own it, and share it as those do."""
     storages: dict[int, Any] = {}
     aliases = []
     for x in tensors:
@@ -431,9 +431,9 @@ def _alias(storage: Any) -> Any:
 
 
 def _is_of_main_thread(backward: bool) -> bool:
-    """Return whether this is the main thread, or one that autograd started for its backward pass.
+    """Return whether this is the main thread, or one that autograd runs its `backward` pass in.
 
-    No thread may wait for the device while another one records, so that one alone does.
+    No thread may wait for the device while another one records, so only these use CUDA graphs.
     """
     if threading.current_thread() is threading.main_thread():
         torch._C._stash_obj_in_tls(_MAIN_THREAD, True)
@@ -442,7 +442,7 @@ def _is_of_main_thread(backward: bool) -> bool:
 
 
 @contextmanager
-def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
+def _record_block(graph: Any, pool: Any, device: int) -> Iterator[None]:
     """Record what the block launches on the current CUDA device; nothing of it runs.
 
     A recording that fails leaves PyTorch's allocator and random numbers as they were.
@@ -462,7 +462,7 @@ def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
                 yield
                 _end(graph)
             except BaseException:
-                _mend(graph, pool, device)
+                _end_failed(graph, pool, device)
                 raise
     finally:
         torch._C._cuda_clearCublasWorkspaces()
@@ -471,8 +471,8 @@ def _recorded(graph: Any, pool: Any, device: int) -> Iterator[None]:
             gc.enable()
 
 
-def _mend(graph: Any, pool: Any, device: int) -> None:
-    """End a failed recording, whose allocator and random numbers PyTorch leaves in the graph."""
+def _end_failed(graph: Any, pool: Any, device: int) -> None:
+    """End a failed recording, and what PyTorch leaves open of it: its pool and random numbers."""
     try:
         _end(graph)
     except Exception:

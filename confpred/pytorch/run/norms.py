@@ -40,7 +40,11 @@ def problem_of(
     shape: Sequence[int], dtype: torch.dtype, direction: str, activation: str, *, residual: bool,
     affine: bool, frozen: bool,
 ) -> BatchNorm | None:  # fmt: skip
-    """Return the problem of a batch norm of images N, C, H, W; None if no record describes it."""
+    """Return the problem of a batch norm of images N, C, H, W; None if no record describes it.
+
+    `residual`: a tensor is added behind the norm. `affine`: there are weight and bias. `frozen`:
+    mean and variance are the running ones.
+    """
     n, c, h, w = shape
     try:
         return BatchNorm(
@@ -86,10 +90,18 @@ def _launch(
     statistics: Sequence[Tensor], text: str,
 ) -> tuple[Any, ReadyLaunch | None, list[Any]]:  # fmt: skip
     """Return the assigned problem, its launch, and `images` laid out for it; the launch is None
-    where PyTorch's operators compute these tensors."""
+    where PyTorch's operators compute these tensors.
+
+    Args:
+        images: tensors of the activations' shape, None for an absent one, the first one given.
+        weights: weight and bias.
+        statistics: float32 vectors that the kernel reads.
+        text: the assignment, as `Assignment.text` returns it.
+    """
     assigned = Assignment.read(text)
     p: Any = assigned.problem
     tensors, affine = ([t for t in group if t is not None] for group in (images, weights))
+    # The number and dtype of weight and bias are `count` and `kind`.
     x, dtype, count, kind = tensors[0], getattr(torch, p.dtype), 2 * p.affine, torch.float32
     if isinstance(p, Norm):
         count, kind = AFFINE.index(p.affine), getattr(torch, p.weights)
@@ -108,7 +120,7 @@ def _launch(
 
 
 def _fits(p: Any, shape: torch.Size) -> bool:
-    """Return whether images of `shape` are those of a problem."""
+    """Return whether activations of `shape` are those of problem `p`."""
     if not isinstance(p, Norm):
         return shape == (p.n, p.c, p.h, p.w)
     if p.p == 1:
@@ -122,7 +134,7 @@ def _gradients(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch a backward pass, and return the gradients of input, weight, bias and residual, empty
     for an absent one. `images` are the output's gradient, the input and the residual; `vectors`
-    begin with weight and bias."""
+    begin with weight and bias; `numbers` are the kernel's last operands."""
     x: Any = images[1]
     empty, results = x.new_empty(0), iter(ready.run(*images, *vectors, *numbers))
     in_grad = next(results).view(x.shape)
@@ -140,12 +152,13 @@ def forward(
 
     Return it, the mean, ``1 / sqrt(variance + eps)`` and the new running statistics, which are also
     written to `running_mean` and `running_var` if `in_place`. For a frozen norm all but the first
-    are empty. `numbers` are device tensors of `eps` and `momentum` for kernels. The graph makes
-    them: tensors that outlive it must not be in the memory pool of its CUDA graph."""
+    are empty. `numbers` are device tensors for kernels: of `eps` and, unless frozen, of `momentum`.
+    The graph makes them: tensors that outlive it must not be in the memory pool of its CUDA graph.
+    `text` is the assignment."""
     vectors = (weight, bias, running_mean, running_var)
     p, ready, images = _launch([x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
-        homes = {} if p.frozen else {3: running_mean, 4: running_var}
+        homes = {} if p.frozen else {3: running_mean, 4: running_var}  # by output of the kernel
         direct = in_place and all(t.data_ptr() % ALIGNMENT == 0 for t in homes.values())
         results = ready.run(*images, *vectors, *numbers, into=homes if direct else {})
         if direct:
@@ -172,7 +185,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
     absent one. A frozen norm gets the running mean and variance as `mean` and `invstd`, and `eps`
-    in `numbers`."""
+    in `numbers`, which are empty for others. `text` is the assignment."""
     vectors = (weight, bias, mean, invstd)
     p, ready, images = _launch([out_grad, x, residual], vectors[:2], vectors[2:], text)
     if ready is not None:
@@ -194,6 +207,7 @@ def backward(
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    """Return fake results of `forward`; `others` end in its text."""
     p: Any = Assignment.read(others[-1]).problem
     vector = x.new_empty(0 if p.frozen else x.shape[1], dtype=torch.float32)
     out = torch.empty_like(x, memory_format=torch.channels_last)
@@ -206,7 +220,8 @@ def group_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``activation(norm(x) + residual)``; return it with the mean, empty where none is
     subtracted, and ``1 / sqrt(variance + eps)``, both (samples, groups) in float32. Adaptive
-    weights are (samples, channels). `numbers` are as in `forward`."""
+    weights are (samples, channels). `numbers` has a device tensor of `eps` for kernels, and `text`
+    is the assignment."""
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     p, ready, images = _launch([x, residual], [weight, bias], [], text)
     mean = x.new_empty(0, dtype=torch.float32)
@@ -225,15 +240,15 @@ def group_backward(
     residual: Tensor | None, mean: Tensor, invstd: Tensor, text: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of `x`, weight, bias and residual from that of the output; empty for an
-    absent one. Weights are not adaptive."""
+    absent one. Weights are not adaptive. `text` is the assignment."""
     p, ready, images = _launch([out_grad, x, residual], [weight, bias], [mean, invstd], text)
     if ready is not None:
         return _gradients(ready, images, (weight, bias, mean if p.centred else None, invstd), [])
-    rows, kind = _rows(p, x, weight), x.dtype if weight is None else weight.dtype
+    rows = _rows(p, x, weight)
     n, c, size = rows.shape
     empty, sides = x.new_empty(0), (-1, 1)
     unit = rows.view(n, p.groups, -1) - (mean[..., None] if p.centred else 0.0)
-    unit = (unit * invstd[..., None]).view(rows.shape)  # in float32
+    unit = (unit * invstd[..., None]).view(rows.shape)  # the normalised input, in float32
     grad = out_grad.to(rows.dtype)
     if p.activation != "none":
         argument = unit * (1.0 if weight is None else weight.view(sides))
@@ -241,15 +256,15 @@ def group_backward(
         argument = argument.view(x.shape) + (0.0 if residual is None else residual)
         grad = argument_grad(p.activation, grad, argument.to(rows.dtype))
     grads: Any
-    columns = _rows(p, grad, weight)
+    grad_rows = _rows(p, grad, weight)
     if p.centred:
         mask = [True, weight is not None, bias is not None]
         statistics = (mean.to(rows.dtype), invstd.to(rows.dtype))
-        grads = _GROUPS_BACKWARD(columns, rows, *statistics, weight, n, c, size, p.groups, mask)
+        grads = _GROUPS_BACKWARD(grad_rows, rows, *statistics, weight, n, c, size, p.groups, mask)
     else:
-        product = columns.float() * (1 if weight is None else weight.view(sides))
+        product = grad_rows.float() * (1 if weight is None else weight.view(sides))
         projected = (product * unit).mean(1, keepdim=True)
-        of_weight = None if weight is None else (columns * unit).sum((0, 2)).to(kind)
+        of_weight = None if weight is None else (grad_rows * unit).sum((0, 2)).to(weight.dtype)
         grads = ((product - unit * projected) * invstd[..., None], of_weight, None)
     in_grad, *others = (empty if t is None else t for t in grads)
     residual_grad = empty if residual is None else _dense(p, grad.to(x.dtype))
@@ -259,7 +274,8 @@ def group_backward(
 def _normalise(
     p: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """Return the normalised tensor and its statistics by PyTorch's operators, of any sizes."""
+    """Return the normalised tensor and its statistics by PyTorch's operators, of any sizes. `p` is
+    the problem at the capture."""
     rows, own = _rows(p, x, weight), (None, None) if p.adaptive else (weight, bias)
     n, c, size = rows.shape
     if p.centred:
@@ -286,6 +302,7 @@ def _dense(p: Any, t: Tensor) -> Tensor:
 
 
 def fake_group_forward(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Return fake results of `group_forward`; `others` end in its text."""
     p: Any = Assignment.read(others[-1]).problem
     samples = x.numel() // x.shape[-1] if p.p == 1 else x.shape[0]
     invstd = x.new_empty(samples, p.groups, dtype=torch.float32)
@@ -297,6 +314,7 @@ def fake_backward(
     _: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return fake results of `backward` or `group_backward`; `others` end in its text."""
     p = Assignment.read(others[-1]).problem
     fakes = [None if t is None else torch.empty_like(t) for t in (x, weight, bias, residual)]
     like, *grads, of_residual = (x.new_empty(0) if t is None else t for t in fakes)

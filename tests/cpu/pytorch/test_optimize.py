@@ -342,7 +342,7 @@ def test_the_original_is_freed(captured) -> None:
 
 def test_differences_are_told() -> None:
     one = torch.ones(3)
-    tell = network._largest_difference
+    tell = network._describe_difference
     assert tell([one], [one.clone()]) is None
     assert tell([one], [one + 1e-6]) is None
     assert "0.866 off" in tell([one], [one * 1.5])
