@@ -40,6 +40,8 @@ TOLERANCE = {
     torch.float32: 1e-2,  # TF32 is PyTorch's default for convolutions
     torch.float16: 5e-2,
     torch.bfloat16: 1e-1,
+    torch.complex128: 1e-6,
+    torch.complex64: 1e-2,
 }
 
 
@@ -395,11 +397,12 @@ def _describe_difference(outputs: list[Tensor], expected: list[Tensor]) -> str |
     for actual, other in zip(outputs, expected, strict=True):
         if actual.dtype is not other.dtype:
             return f"an output is of {actual.dtype} and not of {other.dtype}"
-        if not other.is_floating_point():
+        if not (other.is_floating_point() or other.is_complex()):
             if not torch.equal(actual, other):
                 return "an output of whole numbers differs"
             continue
-        a, b = actual.double(), other.double()
+        wide = torch.complex128 if other.is_complex() else torch.float64
+        a, b = actual.to(wide), other.to(wide)
         finite = b.isfinite()
         if not torch.equal(a.isfinite(), finite):
             return "a number is infinite in one output alone"

@@ -58,7 +58,7 @@ class Calls:
     is_training: bool = False
     tuner: Tuner | None = None
 
-    def of(self, captured: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def of(self, captured: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `captured`, and record its captures."""
         is_first, graphs = not self.made, self.graphs
         self.made += 1

@@ -136,7 +136,7 @@ def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) ->
     `claimed` are nodes of other layers; `lies` is the function of `make_layout_test`."""
     arguments: Any = backward.args
     grad, x, weight, _, _, mean, _, training, _, mask = arguments
-    norm: Any = mean.args[0] if isinstance(mean, fx.Node) else None
+    norm: Any = next(iter(mean.all_input_nodes), None) if isinstance(mean, fx.Node) else None
     if norm is None or norm.target not in (BATCH_NORM_FORWARD, following.FIXED_NORM):
         return None
     frozen = norm.target is following.FIXED_NORM

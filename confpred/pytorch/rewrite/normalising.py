@@ -70,9 +70,10 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     the sites of `layer`; `made` caches the graph's tensors of numbers."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
-        for site, choice in zip(both, choices, strict=False):
-            ms = choice.pytorch_ms
-            site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=ms)
+        for site in both:
+            if (choice := site.choice) is not None:
+                ms = choice.pytorch_ms
+                site.choice = replace(choice, candidate=PYTORCH_OPERATOR, predicted_ms=ms)
         return
     norm, chain, back = layer.norm, layer.chain, layer.grad_path
     graph, frozen = norm.graph, norm.target is following.FIXED_NORM

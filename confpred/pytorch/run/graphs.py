@@ -186,10 +186,10 @@ class Recording:
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
     """Return a function that replays `plain` as a CUDA graph wherever that is right, unless there
     is a `reason` why it cannot become one; the arguments are those of `Graphed`."""
-    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+    if reason is None and (allocator := torch.cuda.get_allocator_backend()) != "native":
         reason = f"the allocator is {allocator}"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        reason = "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
+        reason = reason or "PYTORCH_NO_CUDA_MEMORY_CACHING is set"
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
         arguments["reasons"].add(f"as {reason}")

@@ -65,7 +65,7 @@ class Misspelt(type(GOOD)):
 
 
 class Hooked(type(GOOD)):
-    def _rule(self) -> None:
+    def _costly_rule(self) -> None:
         """Look like a hook of a table's."""
 
 
@@ -127,7 +127,7 @@ BREACHES = {
     ),
     "swapped grid": (swapped_grid(), "reads no blockIdx.y"),
     "misspelt": (Misspelt(), "alowed: is no member of a family, and allowed is not overridden"),
-    "misspelt hook": (Hooked(), "_rule: is no member of a family, and _rules is not overridden"),
+    "misspelt hook": (Hooked(), "_costly_rule: is no member of a family, and _costly_rules is not"),
     "file": (step_with(kernel=replace(STEP.kernel, file="no.cu")), "no CUDA source no.cu"),
 }
 

@@ -199,6 +199,20 @@ def test_what_is_left_to_pytorch(kind: str, served: list[BatchNorm]) -> None:
     assert served == []
 
 
+def test_a_gradient_by_statistics_that_no_norm_computed_is_left_alone(served: Any) -> None:
+    """A pass that fails would be an error here (`conftest.nothing_captured`)."""
+
+    class GivenStatistics(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            still, gradient = x.detach(), torch.ops.aten.native_batch_norm_backward.default
+            read = still, still, self.weight.detach(), self.running_mean, self.running_var
+            saved = self.running_mean, self.running_var
+            grad, _, _ = gradient(*read, *saved, True, 1e-5, [True, True, True])
+            return grad + super().forward(x)
+
+    compare(GivenStatistics(WIDTH))
+
+
 def test_both_directions_are_replaced_together() -> None:
     problem = BatchNorm(4, 6, 5, WIDTH)
     ours = Choice(problem, "h100", "predicted", FASTER, 1.0, pytorch_ms=1.5)

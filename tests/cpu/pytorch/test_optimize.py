@@ -353,3 +353,15 @@ def test_differences_are_told() -> None:
     assert "infinite" in tell([one / 0], [one])
     assert tell([one / 0], [one / 0]) is None
     assert tell([one * float("nan")], [one * float("nan")]) is None
+    turned = one * 1j
+    assert tell([turned], [turned * (1 + 1e-6)]) is None
+    assert "0.866 off" in tell([turned], [turned * 1.5])
+
+
+def test_an_argument_may_have_any_name(captured) -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor, captured: float, self_: float = 0.0) -> Tensor:
+            return x * captured + self_
+
+    model = confpred.optimize(Named())
+    assert model(torch.ones(2), captured=3.0, self_=1.0).tolist() == [4.0, 4.0]
