@@ -409,7 +409,8 @@ class Compiler:
         replays = self.options.graphs and ordinal is not None
         lowered = Lowered(
             kind, list(static), written, visible, strides, ordinal,
-            why_no_graph(gm, static, written) if replays else None,
+            (passes.why_not_copied(gm.graph, static) or why_no_graph(gm, static, written))
+            if replays else None,
         )  # fmt: skip
         if kind != "backward":
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)

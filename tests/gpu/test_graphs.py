@@ -118,6 +118,26 @@ def test_parameters_that_move_are_followed() -> None:
         assert_same(*found, 2e-2)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("inductor", [None, False])
+def test_strides_of_inputs_and_results_stay(inductor: bool | None) -> None:
+    """Inputs that are slices, memory that is read by strides of a program's own, and results that
+    repeat their memory are the same in each call, replayed or not."""
+
+    class Strided(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            own = x.as_strided((2, 2), (2, 1)) + 1.0
+            first = y.sum((1, 2, 3))
+            return own, first[:1].expand(2), (y[:, 1:] * 2.0).transpose(2, 3)
+
+    eager, model = Strided(), confpred.optimize(Strided(), inductor=inductor)
+    for seed in range(4):
+        x, y = wide(seed)[0, 0].flatten()[:16].view(2, 8)[:, ::2], wide(seed)[:, 3:40:2]
+        for actual, expected in zip(model(x, y), eager(x, y), strict=True):
+            assert actual.stride() == expected.stride()
+            torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_network_that_was_timed_is_replayed(training: bool) -> None:
     """By the faster of its two programs; the steps that were timed are not seen."""

@@ -9,7 +9,7 @@ import copy
 import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,6 +86,17 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     returns = () if schema is None else schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def why_not_copied(graph: fx.Graph, static: Collection[int]) -> str | None:
+    """Return why inputs cannot be read from dense copies, all but those at `static`, else None."""
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        while node.op != "placeholder" and is_view(node):
+            node = node.all_input_nodes[0]
+        if node.op == "placeholder" and inputs.index(node) not in static:
+            return "it reads the memory of an input by strides of its own"
+    return None
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:

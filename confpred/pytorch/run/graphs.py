@@ -388,11 +388,11 @@ class Graphed:
         for views in by_storage.values():
             ((place, x), *others) = views.items()
             alias = _alias(x.untyped_storage())
-            if not others and x.numel() * x.element_size() == alias.nbytes():
-                recording.sources[place] = _view(alias, x)
-            else:
+            if others or 0 in x.stride() or x.numel() * x.element_size() < alias.nbytes():
                 like = {i: _view(alias, view) for i, view in views.items()}
                 recording.shared.append((alias, like))
+            else:
+                recording.sources[place] = _view(alias, x)
 
 
 def _view(storage: Any, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from confpred.pytorch.run.graphs import SavedTensors
+from confpred.pytorch.run.graphs import Graphed, GraphMemory, Recording, SavedTensors
 
 
 class Saves(torch.autograd.Function):
@@ -85,3 +85,15 @@ def test_they_lie_in_the_memory_that_they_are_made_from() -> None:
         assert mine.stride() == other.stride()
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert empty.numel() == 0
+
+
+def test_a_result_that_repeats_its_memory_is_copied_with_it() -> None:
+    graphed = Graphed(
+        list, memory=GraphMemory(), device=0, static=(), written=(), visible=None,
+        kind="inference", reasons=set(),
+    )  # fmt: skip
+    recording = Recording(None, ())
+    repeated = torch.arange(2.0)[:1].expand(2)  # as many elements as its memory has
+    graphed._locate_results(recording, [], [repeated, torch.ones(3)], {})
+    assert [{i: x.stride() for i, x in like.items()} for _, like in recording.shared] == [{0: (0,)}]
+    assert [*recording.sources] == [1]

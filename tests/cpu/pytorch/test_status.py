@@ -17,6 +17,7 @@ import pytest
 import torch
 from network_blocks import LAST, Around, image
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import confpred
 from confpred.errors import InvalidInput
@@ -24,6 +25,7 @@ from confpred.families import registry
 from confpred.families.protocol import Candidate
 from confpred.problem.limits import UNLIMITED
 from confpred.pytorch import backend, status
+from confpred.pytorch.rewrite import passes
 from confpred.pytorch.run import choosing, graphs, loading
 
 
@@ -157,6 +159,27 @@ def test_a_graph_that_cannot_be_made_says_why(captured, monkeypatch) -> None:
     assert confpred.status(model).replay == ("inference: no CUDA graph as it uses cpu",)
     confpred.optimize(model, graphs=False)(x)
     assert confpred.status(model).replay == ("inference: no CUDA graph as graphs=False",)
+
+
+@torch.no_grad()
+def test_strides_of_a_programs_own_forbid_copies(captured, monkeypatch) -> None:
+    """Inputs are copied into dense memory for replays: these strides read other numbers there."""
+
+    class OwnStrides(nn.Module):
+        def forward(self, x):
+            return x.view(-1).as_strided((2, 2), (2, 1), 0) + 1.0
+
+    monkeypatch.setattr(backend, "make_replayable", graphs.make_replayable)  # without the fixture
+    model, x = confpred.optimize(OwnStrides()), torch.arange(16.0).view(4, 4)
+    model(x)
+    own = "it reads the memory of an input by strides of its own"
+    assert confpred.status(model).replay == (f"inference: no CUDA graph as {own}",)
+    for function, static, why in (
+        (OwnStrides(), [], own),
+        (OwnStrides(), [0], None),  # such as a buffer
+        (lambda x: OwnStrides()(x + 1.0), [], None),  # memory of the pass
+    ):
+        assert passes.why_not_copied(make_fx(function)(x).graph, static) == why
 
 
 def test_replays_and_reasons_are_counted() -> None:
