@@ -51,7 +51,8 @@ def test_ci_runs_each_test_once(repository: Path) -> None:
 def test_a_failure_ends_make_test_where_the_test_fails_alone_too(
     repository: Path, tmp_path: Path
 ) -> None:
-    command = ["make", "--dry-run", "test", f"BIN={Path(sys.executable).parent}"]
+    command = ["make", "--no-print-directory", "--dry-run", "test"]
+    command.append(f"BIN={Path(sys.executable).parent}")
     said = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     recipe = said.stdout[said.stdout.rindex("if nvidia-smi") :].partition("\n")[2]
     assert recipe.startswith(str(Path(sys.executable).parent))
