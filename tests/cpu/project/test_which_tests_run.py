@@ -62,6 +62,8 @@ def test_a_failure_ends_make_test_where_the_test_fails_alone_too(
     file.with_name("conftest.py").write_text(
         "def pytest_configure(config):\n    config.addinivalue_line('markers', 'slow: as here')\n"
     )
+    # This may itself be one of several processes of a run.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     passes = "def test_it():\n    pass\n"
     turns = "import os\ndef test_this():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
     fails = "def test_that():\n    assert False\n"
@@ -72,8 +74,9 @@ def test_a_failure_ends_make_test_where_the_test_fails_alone_too(
         ("import nothing_of_that_name\n", 1, "1 error"),
     ):
         file.write_text(tests)
+        command = ["sh", "-c", recipe]
         done = subprocess.run(
-            ["sh", "-c", recipe], cwd=tmp_path, capture_output=True, text=True, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert (done.returncode != 0, told in done.stdout) == (status != 0, True), done.stdout
         assert done.stdout.count("test session starts") == 1 + (tests != passes)
