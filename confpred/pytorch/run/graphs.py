@@ -388,7 +388,7 @@ class Graphed:
         for views in by_storage.values():
             ((place, x), *others) = views.items()
             alias = _alias(x.untyped_storage())
-            if others or 0 in x.stride() or x.numel() * x.element_size() < alias.nbytes():
+            if others or 0 in x.stride() or x.numel() * x.element_size() != alias.nbytes():
                 like = {i: _view(alias, view) for i, view in views.items()}
                 recording.shared.append((alias, like))
             else:

@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 954, "confpred/problem": 1795, "confpred/products": 425,
     "confpred/pytorch": 6398, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1499, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4538, "examples": 538, "service": 3487, "tests": 36949,
+    "datasets": 4538, "examples": 538, "service": 3487, "tests": 36951,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -94,6 +94,8 @@ def test_a_result_that_repeats_its_memory_is_copied_with_it() -> None:
     )  # fmt: skip
     recording = Recording(None, ())
     repeated = torch.arange(2.0)[:1].expand(2)  # as many elements as its memory has
-    graphed._locate_results(recording, [], [repeated, torch.ones(3)], {})
-    assert [{i: x.stride() for i, x in like.items()} for _, like in recording.shared] == [{0: (0,)}]
+    overlapping = torch.arange(3.0).unfold(0, 2, 1)  # more elements than its memory has
+    graphed._locate_results(recording, [], [repeated, torch.ones(3), overlapping], {})
+    strides = [{i: x.stride() for i, x in like.items()} for _, like in recording.shared]
+    assert strides == [{0: (0,)}, {2: (1, 1)}]
     assert [*recording.sources] == [1]
