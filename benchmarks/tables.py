@@ -152,15 +152,6 @@ def _latency(result: dict[str, Any]) -> Rows:
     return {name: [", ".join(times)] for name, times in found.items()}
 
 
-def runs(results: dict[str, Results]) -> str:
-    """Tabulate when, at which commit and with which model each result was measured."""
-    rows: dict[str, Rows] = {device: {} for device in results}
-    for device, found in results.items():
-        for file, r in found.items():
-            rows[device][f"`{file}`"] = (r["date"], r["commit"][:7], r.get("model", ""))
-    return side_by_side("result", ("date", "commit", "model"), rows)
-
-
 def fleet(result: dict[str, Any]) -> str:
     """Tabulate what Ray costs, and what killed actors do."""
     budgets, kills = result["budgets"], result["kills"]
@@ -225,11 +216,6 @@ def partitions(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
-#: Results of a device, of which `runs` tells.
-_RUNS = (
-    "conv_vs_cudnn.json", "in_situ.json", "predict_latency.json", "sampling_rate.json",
-    "networks.json",
-)  # fmt: skip
 #: Results that a device may lack.
 OPTIONAL = (
     *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
@@ -271,15 +257,6 @@ def pytorch_versions(*records: dict[str, Any]) -> str:
     return markdown(fields, [[str(record[field]) for field in fields] for record in records])
 
 
-def _of_runs(*found: dict[str, Any] | None) -> str:
-    known = zip([(device, file) for device in DEVICES for file in _RUNS], found, strict=True)
-    results: dict[str, dict[str, Any]] = {device.upper(): {} for device in DEVICES}
-    for (device, file), result in known:
-        if result is not None:
-            results[device.upper()][file] = result
-    return runs(results)
-
-
 def triton(found: dict[str, Any]) -> str:
     """Tabulate regrets over the best config, of the model and of what people have without one."""
     others = columns("nearest measured shape | ten configs, all tried | fixed config")
@@ -288,9 +265,10 @@ def triton(found: dict[str, Any]) -> str:
         model = kernel["methods"]["model"]
         own = (model[figure] for figure in ("geomean", "p95", "first three"))
         rest = (kernel["methods"][method]["geomean"] for method in others)
-        rows.append((name, str(kernel["problems"]), *(f"{x:.3f}" for x in (*own, *rest))))
-    heads = columns("kernel | shapes | model | p95 | first three | nearest | ten tried | one fixed")
-    return markdown(heads, rows)
+        whose = (name, kernel["device"].upper(), str(kernel["problems"]))
+        rows.append((*whose, *(f"{x:.3f}" for x in (*own, *rest))))
+    names = "kernel | GPU | shapes | model | p95 | first three | nearest | ten tried | one fixed"
+    return markdown(columns(names), rows)
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
@@ -306,7 +284,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = (
             tuple(f"{d}/{kind}_norm.json" for kind in ("evaluation", "batch") for d in DEVICES),
             _of_norms,
         ),
-        "runs": (tuple(f"{device}/{file}" for device in DEVICES for file in _RUNS), _of_runs),
     }
     | {
         name: (tuple(f"{device}/{file}" for device in DEVICES), partial(_by_device, make))

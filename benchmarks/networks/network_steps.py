@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 from benchmarks.networks.network_models import Setting, lively_network, subject_of
 from benchmarks.networks.networks import PARTS
@@ -24,14 +25,16 @@ from confpred.pytorch.ways import WAYS, Start, measure
 
 
 def without(part: str) -> Start:
-    """Return the way that leaves out a part of another, where the model is captured."""
+    """Return the way that leaves out a part of another, where the model is captured. PyTorch's
+    cache of graphs is off, which would answer with the graph of the whole way."""
     way, module, function = PARTS[part]
 
     def start(model: nn.Module) -> Any:
         forward = WAYS[way](model)
 
         def call(*given: Any) -> Any:
-            with patch(f"confpred.pytorch.{module}.{function}", lambda *_, **__: 0):
+            part_is_out = patch(f"confpred.pytorch.{module}.{function}", lambda *_, **__: 0)
+            with part_is_out, functorch.patch(enable_autograd_cache=False):
                 return forward(*given)
 
         return call

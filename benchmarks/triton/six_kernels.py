@@ -58,6 +58,8 @@ def sample(folder: Path, only: list[str], budget: str) -> None:
 
 def judge(folder: Path) -> dict[str, Any]:
     """Return the table of each kernel in a folder of measurements, and of all of them."""
+    import pyarrow.parquet as pq
+
     from confpred.training.dataset import read_dataset
     from confpred.training.evaluate import evaluate
     from confpred.training.fit import usual
@@ -66,11 +68,14 @@ def judge(folder: Path) -> dict[str, Any]:
     for runs in sorted(path for path in folder.iterdir() if path.is_dir()):
         dataset = read_dataset([runs])
         found = evaluate(dataset, usual(dataset.operation), FOLDS, SEED)
+        rows = pq.read_table(runs, columns=["time", "driver", "project"])
         kernels[runs.name] = {
             "device": found.dataset.device.key,
             "problems": len(found.timings),
             "configs": round(float(np.mean([len(t.rows) for t in found.timings])), 1),
             "statuses": dict(found.dataset.statuses),
+            "kernels": found.dataset.kernels[runs.name][0],
+            **{name: max(rows[name].to_pylist()) for name in ("time", "driver", "project")},
             "methods": {
                 method: {
                     "geomean": round(summary.geomean, 4),

@@ -47,7 +47,7 @@ def test_a_second_process_finds_the_graph_and_computes_the_same(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    # What other tests keep of their measurements meanwhile would be another key.
+    # Measurements that other tests keep meanwhile would make another key.
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "confpred"))
     runs: list[dict[str, Any]] = []
     for _ in range(2):

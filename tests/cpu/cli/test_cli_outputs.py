@@ -72,8 +72,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_written_is_told_at_once(
-    writer: Writer, tmp_path: Path, begun: None
+    writer: Writer, tmp_path: Path, begun: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("file", "out"):
         (tmp_path / name).write_bytes(PRECIOUS)
     os.mkfifo(tmp_path / "pipe")
@@ -88,9 +89,7 @@ def test_what_cannot_be_written_is_told_at_once(
         if out == tmp_path and writer(out)[0] == "merge":
             continue  # it adds a part to a folder
         refused(confpred(*writer(out), "--force"), reason)
-    refused(
-        confpred(*writer(tmp_path / "out")), f"={str(tmp_path / 'out')!r} is not allowed", "--force"
-    )
+    refused(confpred(*writer(Path("out"))), "='out' is not allowed", "--force")
     refused(confpred(*writer(tmp_path / "link")), "--force")
     assert (tmp_path / "file").read_bytes() == (tmp_path / "out").read_bytes() == PRECIOUS
     assert (tmp_path / "pipe").is_fifo()

@@ -158,14 +158,6 @@ def test_a_result_not_measured_yet_leaves_its_tables_empty(tmp_path: Path) -> No
     for name in ("networks", "networks-costs"):
         text = f"<!-- table:h100-{name} -->\n<!-- /table -->\n"
         assert tables.filled(text, tmp_path) == text
-    for device in tables.DEVICES:
-        (tmp_path / device).mkdir()
-        for file in tables._RUNS:
-            if file not in tables.OPTIONAL:
-                (tmp_path / device / file).write_text(json.dumps(FACTS))
-    made = tables.filled("<!-- table:runs -->\n<!-- /table -->\n", tmp_path)
-    assert "| `in_situ.json` | 2026-01-01 | abc |  | 2026-01-01 | abc |  |" in made
-    assert "networks.json" not in made
 
 
 def test_the_defaults_are_what_is_published() -> None:
@@ -183,6 +175,24 @@ def test_the_broad_suite_has_batches_and_shapes_of_its_own() -> None:
     ]  # fmt: skip
     assert sum(len(kind.steps) for kind in networks.BROAD.values()) >= 30
     assert len({kind.kind for kind in networks.BROAD.values()}) >= 10
+
+
+def test_a_way_without_a_part_is_not_a_graph_that_was_kept_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import should_use_local_autograd_cache
+
+    from benchmarks.networks import network_steps
+    from confpred.pytorch import backend
+
+    def states() -> tuple[Any, bool]:
+        return backend.layouts._saved_ms(), should_use_local_autograd_cache()  # type: ignore
+
+    # Stands for a captured model; only what holds in its calls is tested.
+    monkeypatch.setitem(network_steps.WAYS, "optimize", lambda _: states)  # type: ignore
+    way = network_steps.without("without volumes")
+    assert way(torch.nn.Identity())() == (0, False)
+    assert should_use_local_autograd_cache()
 
 
 @pytest.mark.parametrize("name", ["detector", "unet_volumes", "video_decoder", "hifigan"])
