@@ -8,7 +8,8 @@
 All configs of ``PROBLEMS`` shapes of each kernel are measured as ``confpred sample`` does, a kernel
 for as long as the budget. Each is judged as by ``confpred evaluate``: by models and baselines that
 learned from the shapes of the other folds. A regret is the time of the choice over that of the best
-config; ``first three`` is of the best of the first three choices.
+config; ``first three`` is of the best of the first three choices. Where a file beside this one has
+rows of another GPU, each GPU's shapes are judged by a model of the other's, too.
 """
 
 from __future__ import annotations
@@ -101,6 +102,26 @@ def overall(kernels: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 4) for name, value in regret.items()} | gains
 
 
+def transfer(folder: Path) -> dict[str, Any]:
+    """Return, by kernel and pair of GPUs, the figures of a model of the first GPU on the second,
+    for shapes that neither measured."""
+    from benchmarks.model.transfer import curve
+    from confpred.training.dataset import read_dataset
+
+    rows: dict[str, Any] = {}
+    for file in sorted(KERNELS.parent.glob("*.parquet")):
+        name = file.stem.partition("-")[0]
+        if not (folder / name).is_dir():
+            continue
+        pair = read_dataset([file]), read_dataset([folder / name])
+        keys = [dataset.device.key for dataset in pair]
+        if len(set(keys)) == 2:
+            for a, b in ((0, 1), (1, 0)):
+                figures = curve(pair[a], pair[b], (0.0,), FOLDS, 1, SEED)["curve"][0]
+                rows.setdefault(name, {})[f"{keys[a]} to {keys[b]}"] = figures
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sample", type=Path, help="folder of new measurements; needs a GPU")
@@ -117,7 +138,8 @@ def main() -> None:
         os.environ.setdefault("CONFPRED_FAMILIES", "published")
         sys.path.insert(0, str(KERNELS.parent))
         facts = {"provenance": provenance("torch", "triton", "lightgbm", gpu=False)}
-        write_json(options.out / "triton.json", facts | judge(options.judge))
+        judged = judge(options.judge) | {"transfer": transfer(options.judge)}
+        write_json(options.out / "triton.json", facts | judged)
 
 
 if __name__ == "__main__":
