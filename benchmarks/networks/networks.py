@@ -60,6 +60,7 @@ LEAST_S = 20  # less than this left of the budget, and no new process is started
 PARTS = {
     "without convert": ("inductor=False", "rewrite.passes", "convert_together"),
     "without norms": ("inductor=False", "rewrite.normalising", "lower_norms"),
+    "optimize without norms": ("optimize", "rewrite.normalising", "lower_norms"),
     "without volumes": ("optimize", "rewrite.layouts", "_saved_ms"),
 }
 KEY = ("network", "mode", "batch", "way")

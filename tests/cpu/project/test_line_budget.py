@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6535, "confpred": 27357, "confpred/cli": 2173, "confpred/client": 758,
+    "benchmarks": 6536, "confpred": 27357, "confpred/cli": 2173, "confpred/client": 758,
     "confpred/cuda": 834, "confpred/cudnn": 515, "confpred/data": 592, "confpred/families": 4758,
     "confpred/launch": 192, "confpred/measure": 915, "confpred/model": 1175,
     "confpred/predict": 954, "confpred/problem": 1795, "confpred/products": 425,
