@@ -75,7 +75,7 @@ def judge(folder: Path) -> dict[str, Any]:
             "problems": len(found.timings),
             "configs": round(float(np.mean([len(t.rows) for t in found.timings])), 1),
             "statuses": dict(found.dataset.statuses),
-            "kernels": found.dataset.kernels[runs.name][0],
+            "source": found.dataset.kernels[runs.name][0],
             **{name: max(rows[name].to_pylist()) for name in ("time", "driver", "project")},
             "methods": {
                 method: {
@@ -114,11 +114,11 @@ def transfer(folder: Path) -> dict[str, Any]:
         if not (folder / name).is_dir():
             continue
         pair = read_dataset([file]), read_dataset([folder / name])
-        keys = [dataset.device.key for dataset in pair]
-        if len(set(keys)) == 2:
-            for a, b in ((0, 1), (1, 0)):
-                figures = curve(pair[a], pair[b], (0.0,), FOLDS, 1, SEED)["curve"][0]
-                rows.setdefault(name, {})[f"{keys[a]} to {keys[b]}"] = figures
+        for giver, asker in (pair, pair[::-1]):
+            if giver.device != asker.device:
+                figures = curve(giver, asker, (0.0,), FOLDS, 1, SEED)["curve"][0]
+                devices = f"{giver.device.key} to {asker.device.key}"
+                rows.setdefault(name, {})[devices] = figures
     return rows
 
 
