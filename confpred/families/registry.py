@@ -45,7 +45,7 @@ _LIBRARIES = (
 #: Families that are measured only on request: a library's plans cannot be estimated before they are
 #: measured, im2col is legal for nearly all layers but fast for few, and no model is trained yet for
 #: those in `WAITING`.
-WAITING = ("anywidth", "depthwise_large", "depthwise_multiplied")
+WAITING = ("depthwise_multiplied",)
 _ON_REQUEST = (
     "cudnn", "cudnn_nd", "im2col",
     *(f"{name}_{direction}" for name in WAITING for direction in DIRECTIONS),

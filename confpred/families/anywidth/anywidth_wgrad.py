@@ -39,6 +39,9 @@ _COMPILED = (
 )  # fmt: skip
 _FIELDS = (*_COMPILED, "splits")
 _LEAST_TILE = 32
+#: Pixels of a chain of sums, at most: from twice as many on, results were wrong in their last digits
+#: on an H200.
+_MOST_SUMMED = 2**17
 _SUM_COLUMNS = 32  # elements a block of ``depthwise_wgrad_sum.cu``
 
 
@@ -95,6 +98,8 @@ class AnyWidthWgrad(Shaped):
                     & (w.blocks <= 4 * device.sm_count)
                 )
             )
+            # Tensor cores round each of a chain of sums towards zero, so long chains lose digits.
+            & (w.split_tiles * t["block_n"] * t["block_p"] * t["block_q"] <= _MOST_SUMMED)
             # There are blocks for a half of the device, unless so few are done soon.
             & ((2 * w.blocks >= device.sm_count) | (w.split_tiles <= 8))
             # Partial sums of more bytes than the layer would take longer than the layer.
