@@ -11,11 +11,13 @@ import contextlib
 import logging  # its fork hooks must be registered first: its locks are taken inside sections
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Generic, TypeVar
+from functools import cached_property as cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 Made = TypeVar("Made")
 log = logging.getLogger(__name__)
@@ -76,6 +78,25 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         after_in_parent=uninterrupted.in_parent,
         after_in_child=uninterrupted.in_child,
     )
+
+
+if sys.version_info < (3, 12) and not TYPE_CHECKING:
+
+    class cached_property:  # noqa: N801
+        """`functools.cached_property` as Python has it from 3.12 on: without the lock that all
+        objects of a class share, and that a child finds locked where a thread was computing."""
+
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute, self.__doc__ = compute, compute.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = instance.__dict__[self._name] = self._compute(instance)
+            return value
 
 
 class PerProcess(Generic[Made]):

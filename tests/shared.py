@@ -1,5 +1,5 @@
-"""Helpers of tests in all folders: files that a run makes once, files that find no room, folders that
-are closed."""
+"""Helpers of tests in all folders: files that a run makes once or that find no room, closed
+folders."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ def test_what_is_being_written_is_not_whole(tmp_path: Path) -> None:
     assert whole_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
 
 
-def test_a_folder_that_is_not_there_has_nothing_and_a_closed_one_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_has_nothing_and_a_closed_one_is_an_error(
+    tmp_path: Path,
+) -> None:
     write_whole(tmp_path / "a", lambda file: None)
     assert whole_in(tmp_path / "b") == whole_in(tmp_path / "a") == []
     with closed(tmp_path), pytest.raises(PermissionError):
