@@ -19,6 +19,9 @@ from functools import cache
 from functools import cached_property as cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor  # which is slow to import
+
 Made = TypeVar("Made")
 log = logging.getLogger(__name__)
 #: Most seconds that a fork waits: more than a prediction, a model or a kernel takes.
@@ -125,6 +128,25 @@ class PerProcess(Generic[Made]):
 
 Asked = TypeVar("Asked", bound=Hashable)
 Found = TypeVar("Found")
+
+
+def submit(threads: ThreadPoolExecutor, call: Callable[..., Made], *arguments: Any) -> Future[Made]:
+    """Call in one of `threads`; in this thread where no other can be started, or where they take no
+    more since the main thread has ended. Then a daemon thread ends silently: it may be cut off at
+    any moment, which crashes the process inside a compiler."""
+    try:
+        return threads.submit(call, *arguments)
+    except RuntimeError as error:
+        if "shutdown" in str(error) and threading.current_thread().daemon:
+            raise SystemExit from error
+        from concurrent.futures import Future
+
+        called: Future[Made] = Future()
+        try:
+            called.set_result(call(*arguments))
+        except Exception as error:
+            called.set_exception(error)
+        return called
 
 
 class Later(Mapping[Asked, Found]):
