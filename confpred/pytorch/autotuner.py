@@ -230,11 +230,15 @@ class Tuned(Autotuner):
 
     def call_of(self, arguments: Mapping[str, Any]) -> KernelCall | None:
         """Return the problem that a call with these arguments by name is; None where its key is of
-        other values than integers, truth values and the kernel's choices."""
+        other values than integers, truth values and the kernel's choices, or its source is gone."""
         values = {name: arguments.get(name, self._defaults.get(name)) for name in self.keys}
         tensors: list[Any] = [arguments.get(name) for name in self.arg_names]
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors if hasattr(t, "dtype")]
-        record: Any = self.family.operation.problem
+        try:
+            record: Any = self.family.operation.problem
+        except OSError as error:  # such as a file that went after Triton had read it
+            self._say(f"its source cannot be read ({error})")
+            return None
         try:
             fields = {
                 name: word_of(value) if name in record.CHOICES else operator.index(value)
@@ -341,7 +345,7 @@ class Tuned(Autotuner):
                         f"{folder} is of {' and '.join(sources)}, and this is Triton "
                         f"{triton.__version__}: transfer=True takes it all the same"
                     )
-        except ConfpredError as error:
+        except (ConfpredError, OSError) as error:
             self._say(str(error))
             return None
         except KeyError:

@@ -57,3 +57,17 @@ if child:
 """
     run(program, tmp_path)
     assert len([*tmp_path.glob("rows-*.parquet")]) == 3
+
+
+def test_a_kernel_whose_source_is_gone_is_tuned_by_trials(tmp_path: Path) -> None:
+    program = """
+from confpred.triton import source
+# A stand-in for a file that went after Triton had read it.
+def gone(function):
+    raise OSError("could not get source code")
+source.inspect = type("inspect", (), {**vars(source.inspect), "getsource": gone})
+call(40)
+"""
+    reason, _ = run(program, tmp_path).splitlines()  # and it has no model
+    assert reason.endswith("its source cannot be read (could not get source code)")
+    assert not [*tmp_path.iterdir()]
