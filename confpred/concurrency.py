@@ -11,11 +11,16 @@ import contextlib
 import logging  # its fork hooks must be registered first: its locks are taken inside sections
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Generic, TypeVar
+from functools import cached_property as cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor  # which is slow to import
 
 Made = TypeVar("Made")
 log = logging.getLogger(__name__)
@@ -78,6 +83,25 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     )
 
 
+if sys.version_info < (3, 12) and not TYPE_CHECKING:
+
+    class cached_property:  # noqa: N801
+        """`functools.cached_property` as Python has it from 3.12 on: without the lock that all
+        objects of a class share, and that a child finds locked where a thread was computing."""
+
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute, self.__doc__ = compute, compute.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = instance.__dict__[self._name] = self._compute(instance)
+            return value
+
+
 class PerProcess(Generic[Made]):
     """A value that `make` makes once a process; a forked child makes one of its own."""
 
@@ -104,6 +128,25 @@ class PerProcess(Generic[Made]):
 
 Asked = TypeVar("Asked", bound=Hashable)
 Found = TypeVar("Found")
+
+
+def submit(threads: ThreadPoolExecutor, call: Callable[..., Made], *arguments: Any) -> Future[Made]:
+    """Call in one of `threads`; in this thread where no other can be started, or where they take no
+    more since the main thread has ended. Then a daemon thread ends silently: it may be cut off at
+    any moment, which crashes the process inside a compiler."""
+    try:
+        return threads.submit(call, *arguments)
+    except RuntimeError as error:
+        if "shutdown" in str(error) and threading.current_thread().daemon:
+            raise SystemExit from error
+        from concurrent.futures import Future
+
+        called: Future[Made] = Future()
+        try:
+            called.set_result(call(*arguments))
+        except Exception as error:
+            called.set_exception(error)
+        return called
 
 
 class Later(Mapping[Asked, Found]):

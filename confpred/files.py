@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,20 @@ def check_writable(path: Path) -> None:
 
 def _beside(path: Path, folder: Path) -> dict[str, Any]:
     return {"prefix": f".{path.name}.", "suffix": ".tmp", "dir": folder}
+
+
+def whole_in(folder: Path) -> list[Path]:
+    """Return the entries of `folder` by name, without those that `write_whole` or `write_folder` is
+    writing, or was when its process ended; none where there is no such folder.
+
+    Raises:
+        OSError: the system refuses to show the folder.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if not re.fullmatch(r"\..+\.tmp", name)]
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from confpred.concurrency import end_with
 from confpred.errors import ConfpredError, DataError, ModelError
 from confpred.files import raising, write_folder
 from confpred.model.card import CARD, ModelFiles, card_of, read_card, read_files, signed_by
-from confpred.model.folder import Model, model_folders, shipped_models
+from confpred.model.folder import Model, model_folders, models_in, shipped_models
 from confpred.predict.plan import plan_file
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv import CONV
@@ -67,9 +67,9 @@ def published(folder: Path) -> list[tuple[Path, ModelFiles]]:
     """Return the models that an exchange in `folder` has published, from their cards alone, the
     newest first."""
     models = []
-    for path in sorted((folder / PUBLISHED).glob(f"*/{CARD}")):
+    for path in models_in(folder / PUBLISHED):
         with contextlib.suppress(ModelError):  # it was just removed, or is no model
-            models.append((path.parent, card_of(path.parent)))
+            models.append((path, card_of(path)))
     return sorted(models, key=lambda model: model[1].card.created, reverse=True)
 
 

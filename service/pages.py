@@ -27,8 +27,8 @@ from starlette.responses import HTMLResponse, Response
 
 from confpred.errors import DataError, InvalidInput
 from confpred.files import read_json
-from confpred.model.card import CARD, DRIFT_FORMAT, read_card
-from confpred.model.folder import shipped_models
+from confpred.model.card import DRIFT_FORMAT, read_card
+from confpred.model.folder import other_shipped_models
 from confpred.predict import explain
 from confpred.predict.choice import MAX_TOP
 from confpred.predict.predictor import Predictor
@@ -309,9 +309,9 @@ def _shown_models(models: Sequence[ServedModel]) -> dict[str, Any]:
 def _other_models() -> explain.Listing:
     """Return the shipped models of other operations, which are no part of a generation."""
     rows: list[Sequence[str]] = [("model", "operation", "device", "created")]
-    for path in sorted(shipped_models().glob(f"*/*/{CARD}")):
-        card = read_card(path.parent)[1]
-        rows.append((path.parent.name, *(str(card[name]) for name in rows[0][1:])))
+    for path in other_shipped_models():
+        card = read_card(path)[1]
+        rows.append((path.name, *(str(card[name]) for name in rows[0][1:])))
     return explain.Listing("Models of other operations", "", 0, rows)
 
 

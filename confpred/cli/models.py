@@ -37,23 +37,34 @@ def models() -> None:
 _SHOWN: tuple[str, ...] = ("name", "operation", "device", "digest", "created", "in_use")
 
 
-def _here() -> list[dict[str, Any]]:
+def _here(damaged: list[str] | None = None) -> list[dict[str, Any]]:
     """Return facts (`_SHOWN` and the folder) of the models of this installation and user, the
-    newest first; the newest of an operation and device is in use."""
+    newest first; the newest of an operation and device is in use. Those whose cards are damaged
+    are named on stderr, and added to `damaged`."""
     import hashlib
 
-    from confpred.model.card import CARD, read_card
-    from confpred.model.folder import shipped_models, users_models
+    from confpred.model.card import read_card, refusing
+    from confpred.model.folder import (
+        models_in,
+        other_shipped_models,
+        shipped_models,
+        users_models,
+    )
 
     models: list[dict[str, Any]] = []
-    for folder in (shipped_models(), users_models()):
-        for path in (*folder.glob(f"*/{CARD}"), *folder.glob(f"*/*/{CARD}")):
-            text, card = read_card(path.parent)
-            facts = {name: str(card[name]) for name in ("operation", "device", "created")}
-            digest = hashlib.sha256(text).hexdigest()
-            models.append(
-                facts | {"name": path.parent.name, "folder": path.parent, "digest": digest}
-            )
+    shipped = [*models_in(shipped_models()), *other_shipped_models()]
+    for folder in (*shipped, *models_in(users_models())):
+        try:
+            text, card = read_card(folder)
+            with refusing(folder):
+                facts = {name: str(card[name]) for name in ("operation", "device", "created")}
+        except ModelError as error:
+            click.echo(f"confpred: {error}", err=True)
+            if damaged is not None:
+                damaged.append(folder.name)
+            continue
+        digest = hashlib.sha256(text).hexdigest()
+        models.append(facts | {"name": folder.name, "folder": folder, "digest": digest})
     models.sort(key=lambda model: model["created"], reverse=True)
     used: set[tuple[str, str]] = set()
     for model in models:
@@ -152,7 +163,7 @@ def verify(url: str | None, signers: Path | None) -> None:
     from confpred.model.card import read_files
 
     broken: list[str] = []
-    models = _here()
+    models = _here(broken)
     for model in models:
         folder, name = model["folder"], model["name"]
         try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from confpred.client.clients import Client
-from confpred.concurrency import PerProcess, Recent
+from confpred.concurrency import PerProcess, Recent, submit
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.families.registry import all_families
 from confpred.model.folder import Model
@@ -108,7 +108,7 @@ class ServedPredictor(Predictor):
         new = [p for p in missing if (p, device, top) not in background.under_way]
         if new:
             asked = [(p, device, top) for p in new]
-            future = background.threads.submit(self._ask, new, device, top)
+            future = submit(background.threads, self._ask, new, device, top)
             background.under_way.update(dict.fromkeys(asked, future))
             future.add_done_callback(lambda _: [background.under_way.pop(a, None) for a in asked])
         if missing and self._answers_in_time:

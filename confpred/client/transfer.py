@@ -24,7 +24,7 @@ from confpred.data.remote import Folder, read_bytes, write_bytes
 from confpred.errors import ConfpredError, ModelError, ServiceError, StorageError
 from confpred.files import raising, user_folder
 from confpred.model.card import CARD, SIGNATURE, Card, card_of, read_files, signed_by
-from confpred.model.folder import FILES, publish
+from confpred.model.folder import FILES, models_in, publish
 
 log = logging.getLogger(__name__)
 #: Seconds for a connection, and for each part of a file.
@@ -91,12 +91,12 @@ def pull(url: str, digest: str, device: str, models: Path, signers: Path | None 
     """
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ModelError(f"{url} names a model {digest[:80]!r}, which is no SHA-256")
-    for path in models.glob(f"*/{CARD}"):
-        if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
-            read_files(path.parent)  # which says if it is damaged
+    for path in models_in(models):
+        if hashlib.sha256((path / CARD).read_bytes()).hexdigest() == digest:
+            read_files(path)  # which says if it is damaged
             if signers is not None:
-                signed_by(path.parent, signers)
-            return path.parent
+                signed_by(path, signers)
+            return path
     begun = user_folder("cache") / "pulls" / digest
     with raising(StorageError, f"write {begun}"):
         begun.mkdir(parents=True, exist_ok=True)

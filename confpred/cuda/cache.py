@@ -183,7 +183,8 @@ def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield time of last use (ns), size (bytes) and path of the files that a sweep may remove."""
     abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
     for part in _list_folder(folder):
-        if not part.is_dir(follow_symlinks=False):
+        # Not `part.is_dir`, which raises an error where a file system refuses to tell.
+        if os.path.islink(part) or not os.path.isdir(part):
             continue
         for file in _list_folder(Path(part.path)):
             temporary = _TEMPORARY.fullmatch(file.name)

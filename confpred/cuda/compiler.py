@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from confpred._version import __version__
-from confpred.concurrency import uninterrupted
+from confpred.concurrency import submit, uninterrupted
 from confpred.cuda.cache import KernelCache, default_folder, entry_name, seal, unseal
 from confpred.errors import CompileError, DataError, InvalidInput, MissingExtra
 from confpred.families.kernel_text import file_text, source_digest
@@ -351,7 +351,7 @@ def compile_all(
         return {}
     workers = min(len(wanted), threads or _processors())
     with ThreadPoolExecutor(workers, "confpred-compile") as pool:
-        futures = [pool.submit(compile_kernel, spec, arch, kernel_cache) for spec in wanted]
+        futures = [submit(pool, compile_kernel, spec, arch, kernel_cache) for spec in wanted]
     return {spec: future.result() for spec, future in zip(wanted, futures, strict=True)}
 
 

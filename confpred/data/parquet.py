@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from confpred.concurrency import submit
 from confpred.data.measurements import OWN_COLUMNS, Run
 from confpred.data.remote import Folder, RemoteFile
 from confpred.errors import DataError, InvalidInput
@@ -338,7 +339,8 @@ def read_shards(
     one = partial(read, operation=operation, columns=columns, unnamed=unnamed)
     # A request to an object store takes long.
     with ThreadPoolExecutor(1 if isinstance(folder, Path) else _READERS) as readers:
-        return pa.concat_tables([wanted.empty_table(), *readers.map(one, shards)])
+        futures = [submit(readers, one, shard) for shard in shards]
+        return pa.concat_tables([wanted.empty_table(), *(future.result() for future in futures)])
 
 
 def merge(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
+from confpred.concurrency import submit
 from confpred.cuda import driver
 from confpred.cuda.compiler import CompiledKernel, compile_kernel
 from confpred.problem.operation import KernelSpec, Launch
@@ -24,7 +25,7 @@ def _threads() -> ThreadPoolExecutor:
 @cache
 def _submitted(spec: KernelSpec, arch: str) -> Future[CompiledKernel]:
     """Return `spec` compiled for `arch`, now or soon; nothing is compiled twice."""
-    return _threads().submit(compile_kernel, spec, arch)
+    return submit(_threads(), compile_kernel, spec, arch)
 
 
 def compile_soon(launch: Launch, ordinal: int) -> None:

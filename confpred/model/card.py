@@ -4,6 +4,7 @@ model against."""
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -241,7 +242,7 @@ def read_files(folder: Path) -> ModelFiles:
     """
     read = card_of(folder)
     files = {name: checked_file(folder, read.card, name) for name in read.card.files}
-    if (folder / SIGNATURE).exists():
+    if os.path.exists(folder / SIGNATURE):
         files[SIGNATURE] = _read_bytes(folder / SIGNATURE)
     return replace(read, files={**read.files, **files})
 
@@ -287,7 +288,7 @@ def signed_by(folder: Path, signers: Path) -> str:
         ModelError: none of them signed it, or ssh-keygen cannot be run.
     """
     signature = folder / SIGNATURE
-    if not signature.exists():
+    if not os.path.exists(signature):
         raise ModelError(f"{folder} is not signed: it has no {SIGNATURE}")
 
     def asked(what: str, *words: str) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import cached_property
 from confpred.errors import ModelError
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import Occupancy

@@ -40,7 +40,7 @@ from confpred.errors import DataError, ModelError, StorageError
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import family_named, operation_named
-from confpred.files import user_folder, write_folder
+from confpred.files import raising, user_folder, whole_in, write_folder
 from confpred.model.bounds import Bounds, Range, signal_names
 from confpred.model.card import (
     CARD,
@@ -150,19 +150,37 @@ def load_model(folder: Path, *, in_parts: bool = False) -> Model:
     return model
 
 
-def model_folders(folder: Path) -> dict[str, Path]:
+def models_in(folder: Path) -> list[Path]:
+    """Return the model folders in `folder`, by name: those with a card that are whole and that the
+    system shows.
+
+    Raises:
+        ModelError: the system refuses to show `folder`.
+    """
+    with raising(ModelError, f"read {folder}"):
+        # `Path.exists` raises an error in a folder that may not be entered.
+        return [path for path in whole_in(folder) if os.path.exists(path / CARD)]
+
+
+def model_folders(folder: Path, *, skip_damaged: bool = False) -> dict[str, Path]:
     """Return the model folder for each device, by the device's key: `folder` itself where it is
     one, else the newest in it for each device.
 
     Raises:
-        ModelError: a card is damaged.
+        ModelError: a card is damaged, unless that is only to be logged; or the system refuses to
+            show `folder`.
     """
-    cards = [folder / CARD] if (folder / CARD).exists() else sorted(folder.glob(f"*/{CARD}"))
     newest: dict[str, tuple[str, Path]] = {}
-    for path in cards:
-        _, card = read_card(path.parent)
+    for path in [folder] if os.path.exists(folder / CARD) else models_in(folder):
+        try:
+            _, card = read_card(path)
+        except ModelError as error:
+            if not skip_damaged:
+                raise
+            log.warning("%s: not used", error)
+            continue
         device, created = str(card.get("device")), str(card.get("created"))
-        newest[device] = max(newest.get(device, ("", path.parent)), (created, path.parent))
+        newest[device] = max(newest.get(device, ("", path)), (created, path))
     return {device: path for device, (_, path) in newest.items()}
 
 
@@ -171,6 +189,11 @@ def shipped_models(operation: str = CONVOLUTION.name) -> Path:
     where none do."""
     folder = Path(confpred.models.__path__[0])
     return folder if operation == CONVOLUTION.name else folder / operation
+
+
+def other_shipped_models() -> list[Path]:
+    """Return the folders of the models of all operations but convolution that ship."""
+    return [path for folder in whole_in(shipped_models()) for path in models_in(folder)]
 
 
 def users_models() -> Path:
@@ -191,7 +214,7 @@ def publish(folder: Path, models: Path) -> Path:
     read = read_files(folder)
     version = f"{read.card.device}-{datetime.now(timezone.utc):%Y.%m.%d}"
     names = (version, *(f"{version}.{number}" for number in range(2, _VERSIONS_A_DAY)))
-    free = next((name for name in names if not (models / name).exists()), None)
+    free = next((name for name in names if not os.path.lexists(models / name)), None)
     if free is None:
         raise StorageError(f"{models} has {_VERSIONS_A_DAY} models of today")
     write_folder(models / free, read.files)
@@ -262,10 +285,9 @@ class NewestModels(_LazyMapping[Model]):
 
 
 def _users_folders() -> dict[str, Path]:
-    """Return the newest of `users_models` for each device, and none if a folder there is
-    damaged."""
+    """Return the newest of `users_models` for each device, without damaged ones."""
     try:
-        return model_folders(users_models())
+        return model_folders(users_models(), skip_damaged=True)
     except ModelError as error:
         log.warning("%s: not used", error)
         return {}

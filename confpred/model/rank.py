@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp, inf
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import cached_property
 from confpred.families.batch import ProblemBatch
 from confpred.families.protocol import (
     PYTORCH_OPERATOR,

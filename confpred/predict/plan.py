@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def plan_text(plan: Plan) -> str:
 
 def plan_file(path: Path) -> Path:
     """Return the file of the plan at `path`, which may be a folder with compiled kernels."""
-    return path / _FILE if path.is_dir() else path
+    return path / _FILE if os.path.isdir(path) else path
 
 
 def read_plan(path: Path, device: str | Device | None = None, *, any_kernels: bool = False) -> Plan:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import cached_property
 from confpred.errors import InvalidProblem, nearest
 from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.conv2d import (

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import cached_property
 from confpred.errors import InvalidProblem
 from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
 from confpred.problem.device import Device

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -218,7 +219,7 @@ def remembered_folder() -> Path:
 def recall(key: str) -> StoredDescription | None:
     """Return the stored description of a device; None if there is none, or an incomplete one."""
     path = remembered_folder() / f"{key}.json"
-    if not key or not path.is_file():
+    if not key or not os.path.isfile(path):
         return None
     try:
         content = read_json(path, "a description of a device", FORMAT)

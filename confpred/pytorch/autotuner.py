@@ -11,6 +11,7 @@ the compiler reads ``perf_model`` and ``configs_top_k``, where the model's order
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 import operator
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from confpred._version import __version__
+from confpred.concurrency import cached_property
 from confpred.cuda import driver
 from confpred.data.measurements import Measurement, Run
 from confpred.errors import ConfpredError, InvalidInput, ModelError, UnknownDevice, first_line
@@ -97,14 +99,14 @@ class Tuned(Autotuner):
         # Before the base class sets its own attributes, some of which are properties here.
         self._name, self._features, self._choices = name, features, choices
         self._example, self._reference = example, reference
-        self._transfer, self._keep, self._run_id = transfer, keep, uuid.uuid4().hex[:12]
+        self._transfer, self._keep, self._run = transfer, keep, _new_run()
         self._model, self._top_k = None if model is None else Path(model), top_k
         self._by_trials = True
         self._said: set[str] = set()
         self._broken: list[Any] = []  # configs that the GPU refused
         self._orders: dict[tuple[KernelCall, Device], list[Any]] = {}
         self._captured: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        self._chosen, self._kept = False, 0
+        self._chosen, self._unkept, self._numbers = False, False, itertools.count()
         self._timed: tuple[KernelCall, Device] | None = None  # a call whose times are to be kept
         options = {"reset_to_zero": None, "restore_value": None, **autotune}
         super().__init__(fn, fn.arg_names, list(configs), list(key), **options)
@@ -228,11 +230,15 @@ class Tuned(Autotuner):
 
     def call_of(self, arguments: Mapping[str, Any]) -> KernelCall | None:
         """Return the problem that a call with these arguments by name is; None where its key is of
-        other values than integers, truth values and the kernel's choices."""
+        other values than integers, truth values and the kernel's choices, or its source is gone."""
         values = {name: arguments.get(name, self._defaults.get(name)) for name in self.keys}
         tensors: list[Any] = [arguments.get(name) for name in self.arg_names]
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors if hasattr(t, "dtype")]
-        record: Any = self.family.operation.problem
+        try:
+            record: Any = self.family.operation.problem
+        except OSError as error:  # such as a file that went after Triton had read it
+            self._say(f"its source cannot be read ({error})")
+            return None
         try:
             fields = {
                 name: word_of(value) if name in record.CHOICES else operator.index(value)
@@ -339,7 +345,7 @@ class Tuned(Autotuner):
                         f"{folder} is of {' and '.join(sources)}, and this is Triton "
                         f"{triton.__version__}: transfer=True takes it all the same"
                     )
-        except ConfpredError as error:
+        except (ConfpredError, OSError) as error:
             self._say(str(error))
             return None
         except KeyError:
@@ -392,11 +398,21 @@ class Tuned(Autotuner):
             log.warning("%s is tuned as by triton.autotune: %s", name, reason)
 
     def _keep_times(self, call: KernelCall, device: Device) -> None:
-        """Write what was timed for `call` as a shard of measurements."""
+        """Write what was timed for `call` as a shard of measurements. The first time that they
+        cannot be written is logged: the kernel has run."""
         self._timed = None
-        run = Run(
-            self._run_id, device.key, device.product, "", torch.version.cuda or "", __version__
-        )
+        try:
+            self._write_times(call, device)
+        except (ConfpredError, ImportError, OSError) as error:
+            if not self._unkept:
+                self._unkept = True
+                log.warning("%s: its times are not kept: %s", self.family.name, first_line(error))
+
+    def _write_times(self, call: KernelCall, device: Device) -> None:
+        if self._run[0] != os.getpid():  # a forked child, whose files are its own
+            self._run = _new_run()
+        _, run_id = self._run
+        run = Run(run_id, device.key, device.product, "", torch.version.cuda or "", __version__)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         networks = (str(call.layer()),)
         family = self.family
@@ -407,11 +423,8 @@ class Tuned(Autotuner):
         ]
         from confpred.data.parquet import write_rows  # needs pyarrow, which may be absent
 
-        folder = Path(str(self._keep))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rows-{self._run_id}-{self._kept:05d}.parquet"
+        path = Path(str(self._keep), f"rows-{run_id}-{next(self._numbers):05d}.parquet")
         write_rows(rows, family.operation, path)
-        self._kept += 1
 
     def _outcomes(self) -> Iterator[Outcome]:
         """Yield what the last trials gave: Triton's median, and 20th and 80th percentile."""
@@ -422,6 +435,11 @@ class Tuned(Autotuner):
                 yield Outcome(row, "launch_error", message="Triton or the GPU refused it")
             else:
                 yield Outcome(row, "ok", median, high - low, 1)
+
+
+def _new_run() -> tuple[int, str]:
+    """Return this process's id, and the id of a new run."""
+    return os.getpid(), uuid.uuid4().hex[:12]
 
 
 def _perf_model(kernel: Tuned) -> Callable[..., int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 #: A kernel has to take less than this share of the time of PyTorch's operator: two measurements of
 #: the same differ by less.
 GAIN = 0.98
+_SHARDS = "rows-*.parquet"
+#: How often each file or folder could not be read; whoever keeps answers reads again after each.
+unread: Counter[Path] = Counter()
 _COLUMNS = ("family", "config", "source_digest", "status", "time_ms")
 
 
@@ -59,27 +62,52 @@ def folder_of(device: str, operation: Operation, driver: str, cudnn: str) -> Pat
 
 def shards_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
     """Return the files of measurements that exist; ``*`` stands for all devices or drivers."""
-    files = f"{device}/{driver}_*/{operation.name}/rows-*.parquet"
-    return sorted(cache_folder("tuned").glob(files))
+    return _matching(cache_folder("tuned"), f"{device}/{driver}_*/{operation.name}/{_SHARDS}")
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that match; none where the system refuses to show it."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError as error:
+        _note_unread(folder, f"cannot list {folder}: {error.strerror}")
+        return []
+
+
+def _note_unread(path: Path, why: str) -> None:
+    """Count that `path` cannot be read now, and say so the first time."""
+    unread[path] += 1
+    if unread[path] == 1:
+        log.warning("%s; done without it meanwhile", why)
 
 
 def folders_of(device: str, operation: Operation, driver: str = "*") -> list[Path]:
     """Return the folders of `shards_of`, the last one written to first."""
     folders = {shard.parent for shard in shards_of(device, operation, driver)}
-    return sorted(folders, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return sorted(folders, key=_changed_s, reverse=True)
+
+
+def _changed_s(folder: Path) -> float:
+    with contextlib.suppress(OSError):  # removed since it was listed
+        return folder.stat().st_mtime
+    return 0.0
 
 
 def times_in(folder: Path, operation: Operation) -> Times:
-    """Return what was measured into `folder`; a damaged shard is set aside with a warning."""
+    """Return what was measured into `folder`; a damaged shard is set aside with a warning, one that
+    cannot be read now counts as `unread` and stays."""
     times_ms: dict[tuple[Record, Candidate, str], list[float]] = defaultdict(list)
     wrong = set()
-    for shard in sorted(folder.glob("rows-*.parquet")):
+    for shard in _matching(folder, _SHARDS):
         from confpred.data.parquet import problem_columns, read  # imports pyarrow
 
         try:
             rows = read(shard, operation, [*problem_columns(operation), *_COLUMNS]).to_pylist()
             keyed = [(problem_of_row(row, operation.problem), row) for row in rows]
         except ConfpredError as error:
+            if getattr(error.__cause__, "errno", None):  # the system's; Arrow's errors have none
+                _note_unread(shard, str(error))
+                continue
             log.warning("ignoring measurements: %s", error)
             with contextlib.suppress(OSError):  # else no sampler would write here
                 shard.rename(shard.with_suffix(".damaged"))

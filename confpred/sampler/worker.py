@@ -115,8 +115,12 @@ class JobProcess:
         self._process = self.connection = None
         if process is None or connection is None:
             return
-        connection.close()  # an idle worker ends when its pipe does
-        if not kill and self.job is None:
+        is_idle = not kill and self.job is None
+        if is_idle:
+            with contextlib.suppress(OSError):  # a dead process
+                connection.send(None)
+        connection.close()
+        if is_idle:
             _ended(process)
         process.kill()
         process.wait()
@@ -149,7 +153,9 @@ def serve(pipe: int, function: str, parent: int) -> None:
     while True:
         try:
             job = connection.recv()
-        except (EOFError, ConnectionResetError):  # the sampler is gone, or ends this process
+        except (EOFError, ConnectionResetError):  # the sampler is gone
+            return
+        if job is None:  # a forked process may keep the pipe from its end
             return
         try:
             run: JobFunction = getattr(import_module(module), name)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from confpred.concurrency import cached_property
 from confpred.errors import InvalidInput
 from confpred.families.protocol import ABSENT, Rows
 from confpred.problem.device import Device

@@ -165,7 +165,7 @@ def use_plan(path: str | Path) -> Callable[[], None]:
 
 def is_known(operation: str) -> bool:
     """Return whether there is a predictor, or a model of the package, for `operation`."""
-    return operation in _predictors or shipped_models(operation).is_dir()
+    return operation in _predictors or os.path.isdir(shipped_models(operation))
 
 
 def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
@@ -248,7 +248,7 @@ def kept_answers(
     own = _own_shards(device, operation) if problems else ()
     if not problems or not _settled_names(own, device, operation):
         return {}
-    times = _times(own)
+    times = _times(own, kept.unread.total())
     choices = {p: kept.answer(p, device, times.get(p, ()), limits) for p in problems}
     agreed = (_agreed(choice, p, device, limits) for p, choice in choices.items())
     return {choice.problem: choice for choice in agreed if choice is not None}
@@ -282,8 +282,9 @@ def _own_shards(device: Device, operation: Operation) -> tuple[Path, ...]:
 
 
 @lru_cache(16)
-def _times(shards: tuple[Path, ...]) -> kept.Times:
-    """Return what was measured into the folder of `shards`, read once until it has others."""
+def _times(shards: tuple[Path, ...], failures: int) -> kept.Times:
+    """Return what was measured into the folder of `shards`, read once until it has others, or until
+    there are more `failures` to read a file."""
     if not shards:
         return {}
     where = shards[0].parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -62,6 +63,34 @@ def test_what_is_being_written_is_left_alone_and_what_was_abandoned_is_not(tmp_p
     assert fresh.exists()
     assert foreign.exists()
     assert not old.exists()
+
+
+def test_a_folder_that_nobody_may_see_stops_no_sweep(tmp_path: Path, monkeypatch) -> None:
+    cache = KernelCache(tmp_path, 4 * 10 * KIB)
+    for index in range(4):
+        cache.put(key(index), PAYLOAD)
+
+    class Unknown:
+        """An entry whose kind a file system does not tell when it lists a folder, and refuses to
+        tell when it is asked."""
+
+        name, path = "00", str(tmp_path / "00")
+
+        def __fspath__(self) -> str:
+            return self.path
+
+        def is_dir(self, follow_symlinks: bool) -> bool:
+            raise PermissionError(13, "Permission denied", self.path)
+
+    scandir = os.scandir
+
+    def listed(folder: Path) -> contextlib.AbstractContextManager:
+        entries = [Unknown()] * (folder == tmp_path)
+        return contextlib.nullcontext([*entries, *scandir(folder)])
+
+    monkeypatch.setattr(os, "scandir", listed)  # a file system as described
+    cache.put(key(4), PAYLOAD)
+    assert size(tmp_path) <= cache.most
 
 
 def test_many_processes_keep_the_limit_together(tmp_path: Path) -> None:

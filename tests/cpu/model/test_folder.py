@@ -14,11 +14,19 @@ import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layers import H100
+from shared import closed
 
 import confpred.models
-from confpred.errors import ModelError
+from confpred.errors import ModelError, StorageError
 from confpred.model.card import Card
-from confpred.model.folder import NewestModels, load_model, model_folders, shipped_models
+from confpred.model.folder import (
+    NewestModels,
+    load_model,
+    model_folders,
+    publish,
+    shipped_models,
+)
+from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import Problem
 
 
@@ -210,6 +218,44 @@ def test_the_newest_model_of_a_device_is_the_default(model_folder, shipped):
     created = {"a": "2025-01-01", "b": "2025-03-01", "c": "2025-02-01"}
     shipped_as(model_folder, shipped, **{n: {"created": when} for n, when in created.items()})
     assert {key: model.version for key, model in NewestModels().items()} == {"h100": "b"}
+
+
+def test_a_half_written_model_is_none_and_hides_no_other(model_folder, shipped):
+    """Whoever made it was ended, or is at it: `write_folder` under a name of its own, others file
+    by file, as `pip` and `cp` do."""
+    whole, begun = {"created": "2025-01-01"}, {"created": "2025-02-01"}
+    shipped_as(model_folder, shipped, **{"a": whole, ".b.x1y2.tmp": begun})
+    (shipped / "c").mkdir()
+    (shipped / "c" / "measured.json").write_text("[]")
+    assert model_folders(shipped) == {"h100": shipped / "a"}
+    assert NewestModels(shipped)["h100"].version == "a"
+
+
+def test_a_damaged_model_of_the_user_hides_no_other(model_folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CONFPRED_MODELS_DIR", str(tmp_path))
+    shipped_as(model_folder, tmp_path, a={"created": "2099-01-01"}, b={"created": "2099-02-01"})
+    (tmp_path / "b" / "card.json").write_text('{"format": "confpred-mo')
+    assert NewestModels()["h100"].version == "a"
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path / 'b' / 'card.json'} is not JSON")
+
+
+def test_models_that_nobody_may_see_are_refused_or_done_without(
+    model_folder, tmp_path, monkeypatch, caplog
+):
+    models, lost = tmp_path / "models", tmp_path / "models" / "lost+found"
+    shipped_as(model_folder, models, a={})
+    lost.mkdir()
+    with closed(lost):
+        assert model_folders(models) == {"h100": models / "a"}
+    monkeypatch.setenv("CONFPRED_MODELS_DIR", str(models))
+    with closed(models):
+        with pytest.raises(ModelError, match=f"cannot read {models}: Permission denied"):
+            Predictor.load(models)
+        with pytest.raises(StorageError, match="Permission denied"):
+            publish(model_folder, models)
+        assert NewestModels()["h100"].version.startswith("h100-")  # the package's
+    assert caplog.messages == [f"cannot read {models}: Permission denied: not used"]
 
 
 def test_only_the_models_that_are_asked_for_are_loaded(model_folder, shipped):

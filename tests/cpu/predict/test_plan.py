@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import closed
 
 import confpred
 from confpred.errors import DataError, InvalidInput
@@ -329,3 +330,12 @@ def test_a_damaged_file_is_named(path: Path, text: str) -> None:
     path.unlink()
     with pytest.raises(DataError, match="cannot read"):
         read_plan(path)
+
+
+def test_a_plan_that_nobody_may_see_is_an_error_that_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "plan"
+    path.mkdir(parents=True)
+    with closed(path.parent):
+        for ask in (read_plan, confpred.use_plan):
+            with pytest.raises(DataError, match=f"cannot read {path}: Permission denied"):
+                ask(path)

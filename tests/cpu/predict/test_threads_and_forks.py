@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -221,6 +222,25 @@ def test_a_forked_child_may_fork_again(model_folder: Path) -> None:
         "os._exit(0) if grandchild == 0 else os.waitpid(grandchild, 0)"
     )
     assert forked(model_folder, setup=_PREDICTING, threads=2, turns=5, child=child) == "0 hung"
+
+
+def test_no_child_hangs_at_a_property_that_a_thread_is_computing(repository: Path) -> None:
+    """Before Python 3.12, that of `functools` has one lock for all objects of a class."""
+    setup = """
+from confpred.concurrency import cached_property
+class Slow:
+    @cached_property
+    def value(self):
+        time.sleep(0.01)
+        return 1
+def work(i):
+    slow = Slow()
+    assert slow.value is slow.value == 1
+"""
+    assert forked(setup=setup, threads=2, turns=4, child="work(0)") == "0 hung"
+    texts = {path: path.read_text() for path in (repository / "confpred").rglob("*.py")}
+    own = re.compile("from functools import .*cached_property")
+    assert [path.name for path, text in texts.items() if own.search(text)] == ["concurrency.py"]
 
 
 def test_a_process_ends_while_a_thread_of_its_predicts(model_folder: Path) -> None:

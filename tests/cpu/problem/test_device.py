@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from shared import closed
 
 from confpred.errors import DataError, UnknownDevice
 from confpred.problem import device as devices
@@ -154,6 +155,13 @@ def test_a_damaged_description_is_none_and_is_told(cache: Path, damage, caplog) 
     with pytest.raises(UnknownDevice):
         get_device("odd")
     assert "odd" in caplog.text
+
+
+def test_a_description_that_nobody_may_see_is_none(cache: Path) -> None:
+    devices.remember("580.1", asdict(replace(KNOWN["rtx-3090"], key="odd", product="Odd")))
+    with closed(cache), pytest.raises(UnknownDevice):
+        get_device("odd")
+    assert get_device("odd").product == "Odd"
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(monkeypatch, caplog) -> None:

@@ -6,9 +6,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from shared import closed
 
 from confpred.errors import StorageError
-from confpred.files import write_folder, write_whole
+from confpred.files import whole_in, write_folder, write_whole
 
 
 def fail(file: object) -> None:
@@ -69,3 +70,22 @@ def test_a_folder_replaces_none_and_leaves_nothing(tmp_path: Path) -> None:
         write_folder(tmp_path / "other", {"a": "a file", "a/b": "in it"})
     assert (there / "a.txt").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_being_written_is_not_whole(tmp_path: Path) -> None:
+    def look(file: object) -> None:
+        assert len(list(tmp_path.iterdir())) == 2
+        assert whole_in(tmp_path) == [tmp_path / "a"]
+
+    write_whole(tmp_path / "a", lambda file: None)
+    write_whole(tmp_path / "b", look)
+    assert whole_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+
+
+def test_a_folder_that_is_not_there_has_nothing_and_a_closed_one_is_an_error(
+    tmp_path: Path,
+) -> None:
+    write_whole(tmp_path / "a", lambda file: None)
+    assert whole_in(tmp_path / "b") == whole_in(tmp_path / "a") == []
+    with closed(tmp_path), pytest.raises(PermissionError):
+        whole_in(tmp_path)

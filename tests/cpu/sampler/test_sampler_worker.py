@@ -135,3 +135,20 @@ def test_a_script_without_a_guard_does_not_begin_again_in_the_worker(tmp_path):
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout.count("begun"), done.stdout.count("TypeError")) == (1, 1), done
+
+
+def test_an_idle_worker_ends_at_once_beside_a_forked_process(worker_of):
+    """Which holds the worker's pipe open too: by its end alone, the worker would never notice."""
+    worker = worker_of(double)
+    run(worker, 1)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        begun = time.monotonic()
+        worker.stop()
+        assert time.monotonic() - begun < 3.0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

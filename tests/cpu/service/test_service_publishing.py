@@ -326,3 +326,10 @@ def test_the_last_five_models_are_kept_and_can_be_rolled_back_to(
             assert server.post("/v1/models/rollback").json()["outcome"] == "rolled_back"
             assert in_use(server) == {"h100": former, "board": digests[5]}
     assert len([*(exchange.folder / "withdrawn").iterdir()]) == 4
+
+
+def test_a_model_that_is_being_written_is_not_published(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "models" / ".whole.x1y2.tmp")
+    assert published(tmp_path) == []
+    shutil.copytree(model_folder, tmp_path / "models" / "whole")
+    assert [path.name for path, _ in published(tmp_path)] == ["whole"]
