@@ -73,8 +73,8 @@ def conv2d(
         stride, padding, dilation: an integer, or a pair (vertical, horizontal).
         groups: C and K are multiples of it.
         activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``,
-            ``"hardswish"`` or ``"leaky_relu"``, whose slopes of 0.1 and 0.2 are ``"leaky_relu_10"``
-            and ``"leaky_relu_20"``.
+            ``"leaky_relu"`` (of slope 0.01), ``"leaky_relu_10"`` (0.1), ``"leaky_relu_20"`` (0.2)
+            or ``"hardswish"``.
         residual: shape (N, K, P, Q), added before the activation, or None.
         limits: the choice keeps within them; None for none.
 
