@@ -112,7 +112,7 @@ def test_what_is_no_activation_of_the_table(function: Callable[..., Any]) -> Non
     ("saved", "numbers"), [(0, (0.01, True)), (1, (0.01, False)), (1, (0.1, True))]
 )
 def test_a_gradient_of_what_was_not_saved(saved: int, numbers: tuple[float, bool]) -> None:
-    """Of an input that is said to be the result, the other way round, and of another slope."""
+    """An input that is said to be the result, the other way round, and another slope."""
 
     def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         out = F.leaky_relu(y)
