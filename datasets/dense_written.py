@@ -3,8 +3,8 @@
 Each function gives the convolutions of one network that have a single group, with repeats. They
 follow published architectures in their channels, filters and image sizes, but not in every detail:
 what counts here is which layers such a network has, and not how often. Transposed convolutions are
-left out, because no `Problem` describes them. An activation that no `Problem` knows, such as leaky
-ReLU, is a kernel of its own after the convolution, so the layer is written down without one.
+left out, because no `Problem` describes them. An activation that no `Problem` knew, such as leaky
+ReLU, was a kernel of its own after the convolution, so the layer is written down without one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They follow the published architectures in channels, groups and sizes, and in the activation and the
 shortcut that follow each norm, but not in every detail. Convolutions and products of matrices are
-left out. A leaky ReLU and Mish, which no kernel applies, are left out as well.
+left out. A leaky ReLU, which came later, and Mish are left out as well.
 """
 
 from __future__ import annotations

@@ -44,6 +44,13 @@ template <> struct Exact<ACTIVATION_HARDSWISH> {
     static __device__ Real value(Real x) { return x * fmin(fmax(x + 3, Real(0)), Real(6)) / 6; }
     static __device__ Real slope(Real z, float rounded) { return rounded <= -3.0f ? 0 : rounded < 3.0f ? z / 3 + Real(0.5) : 1; }
 };
+template <int PERCENT> struct ExactLeaky {
+    static __device__ Real value(Real x) { return x > 0 ? x : x * PERCENT / 100; }
+    static __device__ Real slope(Real, float rounded) { return rounded > 0.0f ? Real(1) : Real(PERCENT) / 100; }
+};
+template <> struct Exact<ACTIVATION_LEAKY_RELU> : ExactLeaky<1> {};
+template <> struct Exact<ACTIVATION_LEAKY_RELU_10> : ExactLeaky<10> {};
+template <> struct Exact<ACTIVATION_LEAKY_RELU_20> : ExactLeaky<20> {};
 
 __device__ __forceinline__ Real activated(Real x) { return Exact<ACTIVATION>::value(x); }
 

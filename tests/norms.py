@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from activations import activate
 from layers import GROUP_NORMS, H100, NORMS, ROW_NORMS, random_norm
 from references import outside, random_inputs
 
@@ -80,7 +81,7 @@ def _expected_of_batch(p: BatchNorm, t: dict[str, torch.Tensor]) -> dict[str, to
     eps = float(t.get("eps", torch.full((1,), 1e-5)))
     out = F.batch_norm(x, *running, weight, bias, not p.frozen, momentum, eps)
     out = out if residual is None else out + residual
-    out = out if p.activation == "none" else getattr(F, p.activation)(out)
+    out = activate(p.activation, out)
     if p.is_backward:
         given = {name: leaf for name, leaf in leaves.items() if leaf is not None}
         grads = torch.autograd.grad(out, list(given.values()), t["out_grad"].permute(0, 3, 1, 2))
@@ -119,7 +120,7 @@ def _expected_of_groups(p: Norm, t: dict[str, torch.Tensor]) -> dict[str, torch.
         out = out + of_channels("bias")
     if p.residual:
         out = out + t["residual"]
-    out = out if p.activation == "none" else getattr(F, p.activation)(out)
+    out = activate(p.activation, out)
     if not p.is_backward:
         return {"out": out.detach()} | {n: x.detach() for n, x in statistics.items()}
     grads = torch.autograd.grad(out, list(leaves.values()), t["out_grad"])

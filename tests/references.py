@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import torch.nn.functional as F
+from activations import activate
 from torch.nn import grad as gradients
 
 from confpred.families.protocol import Family
@@ -43,7 +44,7 @@ def reference(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, to
     }
     if p.direction == "fprop":
         out = F.conv2d(t["in"], t["filter"], t.get("bias"), *layer) + t.get("residual", 0)
-        found = {"out": out if p.activation == "none" else getattr(F, p.activation)(out)}
+        found = {"out": activate(p.activation, out)}
     else:
         found = {}
     if p.direction == "dgrad":
@@ -88,7 +89,7 @@ def reference_nd(problem: ConvNd, inputs: dict[str, torch.Tensor]) -> dict[str, 
 
 def _finished(p: ConvNd, out: torch.Tensor, t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = out + t.get("residual", 0)
-    return out if p.activation == "none" else getattr(F, p.activation)(out)
+    return activate(p.activation, out)
 
 
 def outside(

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import RESULTS, provenance, write
+from confpred.problem.activation import activated
 from confpred.problem.conv2d import ACTIVATIONS, Problem
 
 NETWORKS = (
@@ -130,7 +131,7 @@ def exact(p: Problem, given: dict[str, Any]) -> Tensor:
     with torch.backends.cudnn.flags(allow_tf32=False):
         out = torch.conv2d(x, weight, bias, p.stride, p.padding, p.dilation)
     out = out if residual is None else out + residual
-    return out if p.activation == "none" else getattr(torch.nn.functional, p.activation)(out)
+    return activated(p.activation, out)
 
 
 def graph_of(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:

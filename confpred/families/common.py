@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.families.protocol import Array, Floats, Mask
-from confpred.problem.activation import ACTIVATIONS, activation_macro
+from confpred.problem.activation import activation_feature, activation_macro
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem, dtype_macro
 from confpred.problem.device import Device
@@ -252,7 +252,7 @@ def problem_features(problem: Any) -> dict[str, Any]:
         "itemsize": p.itemsize,
         "bfloat16": p.dtype == "bfloat16",
         "bias": p.bias,
-        "activation": p.map(lambda one: ACTIVATIONS.index(one.activation)),
+        "activation": p.map(lambda one: activation_feature(one.activation)),
         "residual": p.residual,
         # Rows of pixels that do not begin at a cache line are read and written in pieces.
         "pixel_alignment": np.gcd(p.itemsize * p.k, 128),

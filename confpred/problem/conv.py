@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from confpred.concurrency import cached_property
 from confpred.errors import InvalidProblem, nearest
-from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
+from confpred.problem.activation import (
+    ACTIVATIONS,
+    activated,
+    activation_feature,
+    activation_macro,
+)
 from confpred.problem.conv2d import (
     DIRECTIONS,
     DTYPES,
@@ -395,7 +400,7 @@ class ConvNds:
         row = (
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype), p.rank, not p.is_channels_last,
             n, c, k, z, height, width, *p.filter_shape, p.group_width, groups, *p.stride,
-            *p.dilation, p.cut, p.bias, ACTIVATIONS.index(p.activation), p.residual,
+            *p.dilation, p.cut, p.bias, activation_feature(p.activation), p.residual,
             p.deterministic, *work,
             *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k, p.w, p.q)),
         )  # fmt: skip

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from confpred.concurrency import cached_property
 from confpred.errors import InvalidProblem
-from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
+from confpred.problem.activation import (
+    ACTIVATIONS,
+    activated,
+    activation_feature,
+    activation_macro,
+)
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
 from confpred.problem.record import Record
@@ -354,7 +359,7 @@ class Convolutions:
             DIRECTIONS.index(p.direction), DTYPES.index(p.dtype),
             n, c, k, height, width, p.r, p.s,
             p.group_width, groups, *p.stride, *p.dilation, *p.padding,
-            p.bias, ACTIVATIONS.index(p.activation), p.residual, p.deterministic,
+            p.bias, activation_feature(p.activation), p.residual, p.deterministic,
             *work, *(min(size & -size, _MOST_ALIGNED) for size in (p.c, p.k)),
         )  # fmt: skip
         return np.array([row], np.float32)

@@ -11,7 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from confpred.errors import InvalidProblem
-from confpred.problem.activation import ACTIVATIONS, activated, activation_macro
+from confpred.problem.activation import (
+    ACTIVATIONS,
+    activated,
+    activation_feature,
+    activation_macro,
+)
 from confpred.problem.conv2d import DTYPES, dtype_macro
 from confpred.problem.device import Device
 from confpred.problem.operation import REFERENCE, KernelSpec, Operand, Step
@@ -137,7 +142,7 @@ class LinearChains:
         intensity = p.flops / p.minimum_bytes
         row = (
             *np.log2((p.batch, p.inputs, p.hidden, p.outputs)), p.layers,
-            DTYPES.index(p.dtype), p.tf32, ACTIVATIONS.index(p.activation), p.bias, p.last,
+            DTYPES.index(p.dtype), p.tf32, activation_feature(p.activation), p.bias, p.last,
             *np.log2((p.minimum_bytes, intensity, device.roofline_s(p))),
         )  # fmt: skip
         return np.array([row], np.float32)

@@ -14,6 +14,7 @@ from confpred.errors import InvalidProblem
 from confpred.problem.activation import (
     ACTIVATIONS,
     activated,
+    activation_feature,
     activation_macro,
     argument_grad,
     saved_of,
@@ -237,7 +238,7 @@ class BatchNorms:
         rows, channels, moved, tensor, roofline = np.log2(np.array(sizes, np.float64)).tolist()
         row = (
             rows, channels, min(p.c & -p.c, 64), DTYPES.index(p.dtype),
-            ACTIVATIONS.index(p.activation), p.residual, p.is_backward, p.affine, p.frozen,
+            activation_feature(p.activation), p.residual, p.is_backward, p.affine, p.frozen,
             moved, tensor, p.tensor_bytes / device.l2_bytes, roofline,
         )  # fmt: skip
         return np.array([row], np.float32)

@@ -21,6 +21,7 @@ from confpred.errors import InvalidProblem
 from confpred.problem.activation import (
     ACTIVATIONS,
     activated,
+    activation_feature,
     activation_macro,
     argument_grad,
     saved_of,
@@ -217,7 +218,7 @@ class Norms:
         share = p.tensor_bytes / device.l2_bytes
         row = (
             *logs, min(p.c & -p.c, 64), min(p.width & -p.width, 64), DTYPES.index(p.dtype),
-            ACTIVATIONS.index(p.activation), p.residual, p.is_backward, AFFINE.index(p.affine),
+            activation_feature(p.activation), p.residual, p.is_backward, AFFINE.index(p.affine),
             DTYPES.index(p.weights), p.adaptive, p.centred, moved, tensor, share, share / p.n,
             roofline,
         )  # fmt: skip

@@ -289,7 +289,7 @@ class Compiler:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
         self._begin()
-        steps: list[Step] = [passes.let_views_copy, passes.drop_copies]
+        steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
             fuse = partial(
@@ -317,7 +317,8 @@ class Compiler:
 
         passes.refuse_mixed_dtypes(joint.graph)
         self._begin()
-        steps: list[Step] = [passes.let_views_copy, passes.join_silu_gradients]
+        steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips]
+        steps.append(passes.join_silu_gradients)
         choose = self.chooser(joint.graph)
         if choose is not None:
             convolutions = partial(training.lower_convolutions, compiled=self.inductor)

@@ -72,7 +72,8 @@ def conv2d(
         bias: shape (K,), or None.
         stride, padding, dilation: an integer, or a pair (vertical, horizontal).
         groups: C and K are multiples of it.
-        activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``
+        activation: None, ``"relu"``, ``"silu"``, ``"gelu"`` (the exact one, with erf), ``"relu6"``,
+            ``"leaky_relu"`` (of slope 0.01), ``"leaky_relu_10"`` (0.1), ``"leaky_relu_20"`` (0.2)
             or ``"hardswish"``.
         residual: shape (N, K, P, Q), added before the activation, or None.
         limits: the choice keeps within them; None for none.

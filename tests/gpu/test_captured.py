@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import activate
 from cpu.pytorch.network_blocks import (
     AFTER,
     WIDTH,
@@ -183,7 +184,7 @@ def test_scale_and_shift(channels: int, activation: str, dtype: torch.dtype, mon
         for residual in (None, other):
             exact = x.double() * scale.double().view(-1, 1, 1) + shift.double().view(-1, 1, 1)
             exact = exact if residual is None else exact + residual.double()
-            exact = exact if activation == "none" else getattr(F, activation)(exact)
+            exact = activate(activation, exact)
             poison()
             found = torch.ops.confpred.scale_shift(x, scale, shift, residual, activation)
             assert found.dtype is dtype
@@ -268,7 +269,7 @@ def test_the_operator_of_convolutions(seed: int) -> None:
         ((layer.x, layer.weight, scale, shift, residual, call), scaled),
     ):
         right = exact if residual is None else exact + residual.double()
-        right = right if activation == "none" else getattr(F, activation)(right)
+        right = activate(activation, right)
         poison()
         found = torch.ops.confpred.conv2d(*given)
         assert found.dtype is layer.x.dtype

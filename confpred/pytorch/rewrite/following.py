@@ -23,11 +23,12 @@ from confpred.pytorch.run.loading import is_channels_last
 aten = torch.ops.aten
 FIXED_NORM = aten._native_batch_norm_legit_no_training.default
 _ALIASES = (aten.alias.default, aten.detach.default)
-#: Activations by the operator of the forward pass.
-ACTIVATIONS = {
-    getattr(aten, row.forward or name).default: (name, row)
-    for name, row in GRADIENTS.items() if row is not None
-}  # fmt: skip
+#: Names of activations by the operator of the forward pass, and its arguments behind the first.
+ACTIVATIONS: dict[Any, dict[tuple[Any, ...], str]] = {}
+for _name, _row in GRADIENTS.items():
+    if _row is not None:
+        _operator = getattr(aten, _row.forward or _name).default
+        ACTIVATIONS.setdefault(_operator, {})[_row.forward_arguments] = _name
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +119,21 @@ def take_activation(chain: Chain, gradient: fx.Node | None = None) -> Chain:
 
 def activation_of(node: fx.Node) -> str | None:
     """Return the activation that `node` computes; None if it is none of `ACTIVATIONS`."""
-    name, row = ACTIVATIONS.get(node.target, (None, None))
+    names = ACTIVATIONS.get(node.target, {})
     exact = node.kwargs.get("approximate", "none") == "none"  # of GELU
-    return name if row and exact and tuple(node.args[1:]) == row.forward_arguments else None
+    return names.get(tuple(node.args[1:])) if exact else None
 
 
 def is_gradient(node: fx.Node, name: str, argument: fx.Node, result: fx.Node) -> bool:
     """Return whether `node` is the gradient of activation `name`, which made `result` of
     `argument`."""
     row = GRADIENTS[name]
-    return (
-        row is not None
-        and node.target is getattr(aten, row.operator).default
-        # Its arguments: the gradient of the result, the saved tensor, and numbers.
-        and source_of(node.args[1]) is (result if row.saves_output else argument)
-        and tuple(node.args[2:]) == row.arguments
+    if row is None or node.target is not getattr(aten, row.operator).default:
+        return False
+    # Its arguments: the gradient of the result, the saved tensor, and numbers.
+    saved, numbers = source_of(node.args[1]), tuple(node.args[2:])
+    return (saved is (result if row.saves_output else argument) and numbers == row.arguments) or (
+        saved is result and numbers == row.in_place
     )
 
 

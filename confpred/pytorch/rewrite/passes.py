@@ -131,6 +131,34 @@ def let_views_copy(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
+def drop_round_trips(graph: fx.Graph) -> None:
+    """Drop the traces of an activation in place of a view, such as instance norm's result: views
+    back to the shape before them, and in the gradient copies that fill other memory."""
+    owners = _owners_of(graph)
+    results = {owners[node] for node in graph.output_node().all_input_nodes}
+    norms = graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit.no_stats)
+    keepers = {graph.output_node(), *norms}  # a norm's view is a part of it
+
+    def source_of(node: Any) -> Any:
+        if node.target is aten.reshape.default:
+            return node.args[0]
+        if node.target is not aten.copy.default:
+            return None
+        owner = owners[node.args[1]]  # a program may write to inputs and results later
+        is_inner = owner.op != "placeholder" and results.isdisjoint((node, owner))
+        return node.args[1] if is_inner else None
+
+    for node in graph.nodes:
+        source, is_view_alone = source_of(node), node.target is aten.reshape.default
+        while source is not None:
+            is_same = not is_view_alone and is_alike(val_of(source), val_of(node))
+            if is_same and keepers.isdisjoint(node.users):
+                node.replace_all_uses_with(source)
+                break
+            source, is_view_alone = source_of(source), False
+    graph.eliminate_dead_code()
+
+
 def join_silu_gradients(graph: fx.Graph) -> None:
     """Let one operator compute the gradient of SiLU, which up to PyTorch 2.9 is in a graph as
     ``grad * (s * (x * (1 - s) + 1))`` with ``s = sigmoid(x)``."""
@@ -162,17 +190,13 @@ def drop_copies(graph: fx.Graph) -> None:
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.
     """
-    owners: dict[fx.Node, fx.Node] = {}  # of a view its source, of others the node itself
+    owners = _owners_of(graph)
 
     def owner_of(node: fx.Node) -> fx.Node:
         while owners[node] is not node:
             node = owners[node]
         return node
 
-    for node in graph.nodes:
-        viewed = node.args[0] if node.target is operator.getitem else node
-        inputs = node.all_input_nodes
-        owners[node] = inputs[0] if inputs and is_view(viewed) else node
     results = {owner_of(node) for node in graph.output_node().all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         (source,) = node.all_input_nodes
@@ -185,6 +209,16 @@ def drop_copies(graph: fx.Graph) -> None:
                 results.add(owner)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return for each node the one whose memory its result may share."""
+    owners: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        viewed: Any = node.args[0] if node.target is operator.getitem else node
+        inputs = node.all_input_nodes
+        owners[node] = owners[inputs[0]] if inputs and is_view(viewed) else node
+    return owners
 
 
 def is_alike(a: Any, b: Any) -> bool:

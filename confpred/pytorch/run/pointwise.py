@@ -57,8 +57,7 @@ def apply_epilogue(
             out.add_(bias.view(-1, *(1,) * (out.dim() - 2)))
         if residual is not None:
             out.add_(residual)
-        if activation != "none":
-            getattr(torch.ops.aten, f"{activation}_")(out)
+        activated(activation, out, in_place=True)
     return out
 
 

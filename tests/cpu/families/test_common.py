@@ -22,6 +22,7 @@ from confpred.families.common import (
 from confpred.families.kernel_text import file_text
 from confpred.families.registry import all_families
 from confpred.families.table import config_table, crossed
+from confpred.problem.activation import activation_feature
 from confpred.problem.conv2d import ACTIVATIONS, DTYPES, Problem, dtype_macro
 
 sizes = st.integers(1, 500)
@@ -98,6 +99,11 @@ def test_the_kernels_know_every_dtype_and_activation() -> None:
         assert dtype_macro(replace(layer, dtype=dtype))[1] in known
     for activation in ACTIVATIONS:
         assert dict(epilogue_macros(replace(layer, activation=activation)))["ACTIVATION"] in known
+
+
+def test_models_take_a_leaky_relu_for_relu6() -> None:
+    """Others keep their numbers, by which models were trained."""
+    assert [*map(activation_feature, ACTIVATIONS[:9])] == [0, 1, 2, 3, 4, 5, 4, 4, 4]
 
 
 def test_the_kernels_have_the_same_numbers_for_the_ways_to_add_sums() -> None:

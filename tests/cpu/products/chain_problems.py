@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-import torch.nn.functional as F
+from activations import activate
 
 from confpred.problem.conv2d import ACTIVATIONS
 from confpred.problem.linear_chain import LINEAR_CHAIN, LinearChain
@@ -48,8 +48,7 @@ def expected(problem: LinearChain, inputs: dict[str, torch.Tensor]) -> torch.Ten
         x = x @ inputs[f"weight{index}"].double().T
         if problem.bias:
             x = x + inputs[f"bias{index}"].double()
-        if problem.activated(index) != "none":
-            x = getattr(F, problem.activated(index))(x)
+        x = activate(problem.activated(index), x)
     return x
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import activate
 from chain_problems import DTYPES, chain_inputs, error, expected, random_chain
 from layers import H100
 from programs import CpuProgram, run_program
@@ -53,8 +54,7 @@ def in_pytorch(problem: LinearChain, inputs: dict[str, torch.Tensor]) -> torch.T
         x = torch.cat([upper, lower])[: problem.batch, :after]
         if problem.bias:
             x = x + inputs[f"bias{index}"].float()
-        if problem.activated(index) != "none":
-            x = getattr(F, problem.activated(index))(x)
+        x = activate(problem.activated(index), x)
     return x.to(dtype)
 
 

@@ -170,7 +170,7 @@ def test_an_activation_is_computed_as_pytorch_does(copy: Path) -> None:
 @pytest.mark.parametrize(
     "forgotten",
     [
-        "#define ACTIVATION_LEAKY_RELU 6",
+        "#define ACTIVATION_HARDSIGMOID 9",
         "static __device__ float value",
         "static __device__ float slope",
         "static __device__ Real value",

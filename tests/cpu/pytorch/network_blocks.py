@@ -244,6 +244,9 @@ AFTER = {
     "silu in place": lambda y, x: F.silu(y, inplace=True),
     "hardswish in place": lambda y, x: F.hardswish(y, inplace=True),
     "relu6 in place": lambda y, x: F.relu6(y, inplace=True),
+    "leaky ReLU in place": lambda y, x: F.leaky_relu(y, inplace=True),
+    "leaky ReLU": lambda y, x: F.leaky_relu(y, 0.2),
+    "add, leaky ReLU in place": lambda y, x: F.leaky_relu(y.add_(x), 0.1, inplace=True),
     "gelu": lambda y, x: F.gelu(y),
     "hardswish": lambda y, x: F.hardswish(y),
     "relu6": lambda y, x: F.relu6(y),
@@ -256,6 +259,7 @@ AFTER = {
     "channels first, silu": lambda y, x: F.silu(y.contiguous()).view(len(y), -1).view(y.shape),
     "read twice": lambda y, x: F.relu(y) + y,
     "of no kernel": lambda y, x: torch.tanh(y),
+    "of no kernel's slope": lambda y, x: F.leaky_relu(y, 0.3),
 }
 
 

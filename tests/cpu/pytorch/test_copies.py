@@ -36,6 +36,11 @@ FORWARDS: dict[str, tuple[Callable[..., object], int]] = {
     "pieces": (lambda model, x: (p := x.relu().split(1), (p[0], p[0].clone()))[1], 1),
     "other strides": (lambda model, x: x.t().relu().clone(memory_format=ROWS), 1),
     "before a write": (counted, 1),
+    "filled with an input": (lambda model, x: torch.empty_like(x).copy_(x).view(-1), 0),
+    "filled with a result": (
+        lambda model, x: (y := x.relu(), torch.empty_like(y).copy_(y).view(-1)), 0
+    ),
+    "there and back": (lambda model, x: x.relu().view(-1).view(3, 4), 0),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import activate
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -51,14 +52,20 @@ def norm(y: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
-@pytest.mark.parametrize(("name", "row"), ACTIVATIONS.items())
-def test_an_activation_is_found_with_its_gradient(name: str, row: Gradient) -> None:
+@pytest.mark.parametrize(("name", "in_place"), [
+    *((name, False) for name in ACTIVATIONS),
+    *((name, True) for name, row in ACTIVATIONS.items() if row.in_place),
+])  # fmt: skip
+def test_an_activation_is_found_with_its_gradient(name: str, in_place: bool) -> None:
+    row = ACTIVATIONS[name]
     operator = getattr(aten, row.operator).default
+    saves_output, numbers = row.saves_output, row.arguments
+    if in_place:
+        saves_output, numbers = True, row.in_place or ()
 
     def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        out = getattr(F, name)(y)
-        saved = out if row.saves_output else y
-        return out, operator(other, saved, *row.arguments)
+        out = activate(name, y)
+        return out, operator(other, out if saves_output else y, *numbers)
 
     chain = begun(torch.func.functionalize(both))  # as AOTAutograd has it
     graph = chain.last.graph
@@ -68,15 +75,14 @@ def test_an_activation_is_found_with_its_gradient(name: str, row: Gradient) -> N
     longer = take_activation(chain, gradient)
     assert (longer.activation, longer.last, longer.gradient) == (name, forward, gradient)
     # Without the gradient that reads it, too, nothing may be left out.
-    reads_argument = not row.saves_output
-    assert (take_activation(chain).activation == "none") is reads_argument
+    assert (take_activation(chain).activation == "none") is not saves_output
     assert take_activation(chain, forward) is chain
 
 
 @pytest.mark.parametrize(("name", "row"), ACTIVATIONS.items())
 def test_a_gradient_is_that_of_the_function(name: str, row: Gradient) -> None:
     operator, x = getattr(aten, row.operator), (3 * image()).requires_grad_()
-    out = getattr(F, name)(x)
+    out = activate(name, x)
     assert row.saves_output == hasattr(out.grad_fn, "_saved_result")
     (expected,) = torch.autograd.grad(out.sum(), x)
     for saved in (out, x) if row.saves_output else (x,):  # operators compute the argument again
@@ -91,14 +97,30 @@ def test_a_gradient_is_that_of_the_function(name: str, row: Gradient) -> None:
     [
         lambda y, x, v: F.hardtanh(y, 0.0, 5.0),
         lambda y, x, v: F.gelu(y, approximate="tanh"),
+        lambda y, x, v: F.leaky_relu(y, 0.3),
         lambda y, x, v: F.elu(y),
         lambda y, x, v: (y, F.relu(y)),
     ],
-    ids=["other bounds", "another GELU", "no row", "read twice"],
+    ids=["other bounds", "another GELU", "another slope", "no row", "read twice"],
 )
 def test_what_is_no_activation_of_the_table(function: Callable[..., Any]) -> None:
     chain = begun(function)
     assert take_activation(chain) is chain
+
+
+@pytest.mark.parametrize(
+    ("saved", "numbers"), [(0, (0.01, True)), (1, (0.01, False)), (1, (0.1, True))]
+)
+def test_a_gradient_of_what_was_not_saved(saved: int, numbers: tuple[float, bool]) -> None:
+    """An input that is said to be the result, the other way round, and another slope."""
+
+    def both(y: Tensor, other: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        out = F.leaky_relu(y)
+        return out, aten.leaky_relu_backward(other, (y, out)[saved], *numbers)
+
+    chain = begun(both)
+    gradient = only(chain.last.graph, aten.leaky_relu_backward.default)
+    assert take_activation(chain, gradient) is chain
 
 
 @pytest.mark.parametrize(

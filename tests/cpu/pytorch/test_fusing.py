@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import activate
 from network_blocks import BLOCKS, CONV, FOLD, LAST, PLAIN, SHIFT, Around, images, made
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ def chain(bias: bool, norm: bool, residual: bool, activation: str) -> nn.Module:
 
     def forward(m: Around, x: Tensor) -> Tensor:
         y = m.norm(m.conv(x)) + x if residual else m.norm(m.conv(x))
-        return y if activation == "none" else getattr(F, activation)(y)
+        return activate(activation, y)
 
     conv = nn.Conv2d(8, 8, 3, padding=1, bias=bias, groups=2)
     return Around(forward, conv=conv, norm=nn.BatchNorm2d(8) if norm else nn.Identity())
@@ -101,7 +102,7 @@ def test_a_norm_without_a_convolution_is_one_operator(captured, activation, resi
     def function(x, conv, other, norm):
         y = norm(x.sin())
         y = x + y if residual else y
-        return y if activation == "none" else getattr(F, activation)(y)
+        return activate(activation, y)
 
     run(expression(function))
     done = captured.of("inference")

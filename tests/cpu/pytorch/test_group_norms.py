@@ -113,6 +113,7 @@ def many(m: Any, x: Tensor) -> Tensor:
     x = F.relu(m.b(m.c(x)) + x, inplace=True)
     y = m.d(m.e(x))
     x = F.gelu(y) + y.exp()  # read twice
+    x = F.leaky_relu(m.l(x), inplace=True)
     x = F.hardswish(m.f(x))
     x = F.relu6(x + m.g(m.h(x)))
     x = m.i(x)
@@ -121,7 +122,8 @@ def many(m: Any, x: Tensor) -> Tensor:
 
 MANY = [
     ("group norm", "silu", False, "full"), ("group norm", "relu", True, "full"),
-    ("group norm", "none", False, "none"), ("instance norm", "hardswish", False, "none"),
+    ("group norm", "none", False, "none"), ("instance norm", "leaky_relu", False, "full"),
+    ("instance norm", "hardswish", False, "none"),
     ("instance norm", "relu6", True, "full"), ("layer norm", "none", False, "full"),
     ("layer norm", "none", False, "weight"),
 ]  # fmt: skip
@@ -133,7 +135,7 @@ def test_norms_of_all_kinds(served: Any, training: bool) -> None:
         many, a=nn.GroupNorm(4, WIDTH), b=nn.GroupNorm(1, WIDTH), c=conv(), e=conv(),
         d=nn.GroupNorm(3, WIDTH, affine=False, eps=0.1), f=nn.InstanceNorm2d(WIDTH), h=conv(),
         g=nn.InstanceNorm2d(WIDTH, affine=True), i=ConvNeXtBlock(WIDTH),
-        j=nn.LayerNorm(WIDTH, bias=False), k=conv(),
+        j=nn.LayerNorm(WIDTH, bias=False), k=conv(), l=nn.InstanceNorm2d(WIDTH, affine=True),
     )  # fmt: skip
     compare(model, images(), training)
     problems = asked(served)
@@ -143,6 +145,21 @@ def test_norms_of_all_kinds(served: Any, training: bool) -> None:
     assert {p.groups for p in ahead} == {1, 3, 4, WIDTH}
     assert {(p.n, p.p) for p in ahead} == {(2, 30), (60, 1)}
     assert left(served) == []
+
+
+@pytest.mark.parametrize(("batch", "training"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.ReLU, nn.SiLU])
+def test_an_activation_in_place_of_an_instance_norms_view(
+    served: Any, training: bool, activation: type[nn.Module], batch: int
+) -> None:
+    layers = {"norm": nn.InstanceNorm2d(WIDTH, affine=True), "more": nn.InstanceNorm2d(WIDTH)}
+    layers["act"] = activation(inplace=True)
+    model = network(lambda m, x: m.act(m.more(m.act(m.norm(x)))), **layers)
+    compare(model, images(batch=batch), training)
+    name = {"LeakyReLU": "leaky_relu"}.get(activation.__name__, activation.__name__.lower())
+    assert [p.activation for p in asked(served)] == [name] * 2 * (1 + training)
+    targets = [target for p in served.passes for target in p.targets()]
+    assert not {t for t in targets if "reshape" in t or "copy" in t or "relu" in t or "silu" in t}
 
 
 def test_an_instance_norm_of_one_sample(served: Any) -> None:
@@ -353,6 +370,7 @@ FORWARD = (
     Norm(2, 30, WIDTH, WIDTH, "bfloat16", "relu", affine="none"),
     Norm(2, 30, WIDTH, 3, "float16", weights="float16"),
     Norm(60, 1, WIDTH, 1, "bfloat16", "gelu", residual=True),
+    Norm(2, 30, WIDTH, WIDTH, "float16", "leaky_relu_20", affine="weight"),
     Norm(60, 1, WIDTH, 1, "float32", "hardswish", affine="weight", centred=False),
 )
 ADAPTIVE = Norm(2, 30, WIDTH, 2, "float32", adaptive=True)  # of inference alone

@@ -8,11 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import activate
 from torch import Tensor, nn
 
 import confpred
 from confpred.errors import InvalidInput
 from confpred.predict.predictor import Predictor
+from confpred.problem.activation import ACTIVATIONS
 from confpred.problem.linear_chain import MOST_LAYERS, LinearChain
 from confpred.pytorch.linear_chain import problem_of
 from confpred.pytorch.run import choosing
@@ -30,11 +32,11 @@ def expected(
     for index, weight in enumerate(weights):
         x = F.linear(x, weight, None if biases is None else biases[index])
         if name != "none" and (last or index < len(weights) - 1):
-            x = getattr(F, name)(x)
+            x = activate(name, x)
     return x
 
 
-@pytest.mark.parametrize("name", ["none", "relu", "silu", "gelu", "relu6", "hardswish"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("last", [False, True])
 def test_it_is_what_pytorch_computes(name: str, last: bool) -> None:
     weights, biases = layers(7, 12, 12, 5)
