@@ -39,8 +39,8 @@ _COMPILED = (
 )  # fmt: skip
 _FIELDS = (*_COMPILED, "splits")
 _LEAST_TILE = 32
-#: Pixels of a chain of sums, at most: from twice as many on, results were wrong in their last digits
-#: on an H200.
+#: Pixels of a chain of sums, at most: from twice as many on, an H200's results were wrong in their
+#: last digits.
 _MOST_SUMMED = 2**17
 _SUM_COLUMNS = 32  # elements a block of ``depthwise_wgrad_sum.cu``
 
