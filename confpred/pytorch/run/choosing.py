@@ -117,8 +117,9 @@ measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package.
 
-    Networks that were captured before keep their choices. `operation` is ``conv2d``, or another one
-    such as ``linear_chain``; `InvalidInput` is raised where no family computes it.
+    Networks that were captured before keep their choices, if within its limits. `operation` is
+    ``conv2d``, or another one such as ``linear_chain``; `InvalidInput` is raised where no family
+    computes it.
     """
     _predictors[operation_named(operation).name] = predictor
     forget()
@@ -184,7 +185,10 @@ def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
 
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
-    """Return `limits`, without TF32 where PyTorch's switch forbids it for convolutions."""
+    """Return `limits` and those of the predictor in force, without TF32 where PyTorch's switch
+    forbids it for convolutions."""
+    predictor = _predictors.get(operation_of(problem).name)  # none is loaded for this
+    limits = limits if predictor is None else limits & predictor.limits
     is_single = isinstance(problem, (Problem, ConvNd)) and problem.dtype == "float32"
     if is_single and limits.tf32 and not convolutions_allow_tf32():
         return replace(limits, tf32=False)
@@ -223,16 +227,18 @@ def preview(
             operation, limits = kind
             within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=constraints.max_regret)
-            chosen.update(zip(group, choices, strict=True))
             guesses = [choice.problem for choice in choices if is_open(choice, constraints)]
-            chosen |= kept_answers(guesses, device, operation_named(operation), within.limits)
+            answers = kept_answers(guesses, device, operation_named(operation), within.limits)
+            # The problem of a choice is deterministic where the limits say so.
+            better = (answers.get(choice.problem, choice) for choice in choices)
+            chosen.update(zip(group, better, strict=True))
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    answers: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
+    found: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
     measure = measuring.get()
-    return list(answers if measure is None else measure(answers, device, constraints))
+    return list(found if measure is None else measure(found, device, constraints))
 
 
 def kept_folder(device: Device, operation: Operation) -> Path:
