@@ -32,7 +32,7 @@ from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret
-from confpred.predict.plan import read_plan
+from confpred.predict.plan import Plan, read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem
@@ -49,6 +49,8 @@ T = TypeVar("T")
 Choose = Callable[[Sequence[Record]], Sequence[Choice | None]]
 #: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
+#: By operation, the plans that are followed, first to last, and the predictor in force before them.
+_plans: dict[str, tuple[Predictor | None, list[Plan]]] = {}
 #: Callbacks that get every choice that is made, by the name of the watcher.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
 #: Choices, launches and other results, by the sizes of a call.
@@ -121,7 +123,9 @@ def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> No
     ``conv2d``, or another one such as ``linear_chain``; `InvalidInput` is raised where no family
     computes it.
     """
-    _predictors[operation_named(operation).name] = predictor
+    name = operation_named(operation).name
+    _plans.pop(name, None)
+    _predictors[name] = predictor
     forget()
 
 
@@ -137,7 +141,8 @@ def use_plan(path: str | Path) -> Callable[[], None]:
             `confpred.prepare` or ``confpred plan export`` wrote, or a person.
 
     Returns:
-        A function that goes back to the former predictor and kernels.
+        A function that ends this, in any order where several plans are followed. A later
+        `use_predictor` has ended it already.
 
     Raises:
         InvalidInput: the plan has no choice for the current CUDA device, or is not valid.
@@ -148,20 +153,36 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
     plan = read_plan(path, device)
     kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
-    former = {operation.name: _predictors.get(operation.name) for operation in plan.operations}
-    for name in former:
-        use_predictor(current_predictor(name).following(plan), name)
+    names = [operation.name for operation in plan.operations]
+    for name in names:
+        _, plans = _plans.setdefault(name, (_predictors.get(name), []))
+        plans.append(plan)
+        _follow(name)
+    forget()
 
     def undo() -> None:
-        for name, predictor in former.items():
-            _predictors.pop(name, None)
-            if predictor is not None:
-                _predictors[name] = predictor
+        for name in names:
+            if name in _plans:
+                _, plans = _plans[name]
+                plans[:] = [other for other in plans if other is not plan]
+                _follow(name)
         if kernels is not None:
             close_kernels(kernels)
         forget()
 
     return undo
+
+
+def _follow(name: str) -> None:
+    """Let the former predictor for operation `name`, and the plans that are left, be in force."""
+    former, plans = _plans[name]
+    _predictors.pop(name, None)
+    if former is not None:
+        _predictors[name] = former
+    for plan in plans:
+        _predictors[name] = current_predictor(name).following(plan)
+    if not plans:
+        del _plans[name]
 
 
 def is_known(operation: str) -> bool:
