@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6536, "confpred": 27389, "confpred/cli": 2173, "confpred/client": 758,
+    "benchmarks": 6536, "confpred": 27392, "confpred/cli": 2173, "confpred/client": 758,
     "confpred/cuda": 834, "confpred/cudnn": 515, "confpred/data": 592, "confpred/families": 4758,
     "confpred/launch": 192, "confpred/measure": 915, "confpred/model": 1175,
     "confpred/predict": 954, "confpred/problem": 1795, "confpred/products": 425,
-    "confpred/pytorch": 6430, "confpred/report": 844, "confpred/retraining": 966,
+    "confpred/pytorch": 6433, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1499, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4538, "examples": 538, "service": 3487, "tests": 37046,
+    "datasets": 4538, "examples": 538, "service": 3487, "tests": 37060,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
