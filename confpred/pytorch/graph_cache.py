@@ -150,7 +150,8 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
             kept = choosing.kept_shards(device, operation_named(operation))
             if kept and choosing.ranks() > 1:
                 return None
-            facts += [operation, predictor.planned, *(source.digest for source in models), *kept]
+            facts += [operation, predictor.planned, predictor.limits, *kept]
+            facts += [source.digest for source in models]
     return repr(facts)
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from confpred.problem.conv2d import output_size
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
-from confpred.pytorch.rewrite.passes import put_in_place, val_of
+from confpred.pytorch.rewrite.passes import may_be_written, put_in_place, val_of
 from confpred.pytorch.rewrite.sites import Causal
 from confpred.pytorch.run.choosing import Choose, Constraints
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -76,7 +76,7 @@ def match_padded(node: fx.Node) -> Causal | None:
         return Causal(node, left, extra, pad, node)
     grads = [user for item in node.users if item.args[1] == 0 for user in item.users]
     unpad = aten.constant_pad_nd.default, ([-left, 0],)
-    if any(_target_and_others(user) != unpad for user in grads):
+    if any(_target_and_others(user) != unpad for user in grads) or may_be_written(x):
         return None
     return Causal(node, left, extra, pad, node, tuple(grads))
 

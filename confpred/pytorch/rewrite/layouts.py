@@ -8,7 +8,6 @@ Volumes become channels last where that is expected to save more time than the c
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, fx
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import sites
 from confpred.pytorch.rewrite.matches import copy_ms
-from confpred.pytorch.rewrite.passes import is_view, val_of
+from confpred.pytorch.rewrite.passes import is_tangent, owner_of, val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
@@ -235,7 +234,7 @@ def _as_captured(source: fx.Node, vals: Values, made: Copies, reader: fx.Node) -
     if key in made:
         return made[key]
     made[key] = source
-    if is_view(source.args[0] if source.target is operator.getitem else source):  # type: ignore[arg-type]
+    if owner_of(source) is not source:
         (first, *_) = source.all_input_nodes
         copy = _as_captured(first, vals, made, reader)
         if copy is not first:
@@ -357,7 +356,7 @@ def _add_copy_like(source: fx.Node, val: Any, like: Any, reader: fx.Node) -> fx.
 def _inserting_behind(source: fx.Node, reader: fx.Node) -> Any:
     """Return a context that inserts nodes behind `source`; for a tangent, an input of the backward
     pass, directly before `reader`."""
-    if source.op == "placeholder" and "tangents" in str(source.target):
+    if is_tangent(source):
         return source.graph.inserting_before(reader)
     return source.graph.inserting_after(_last_of_inputs(source))
 

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.following import Chain, readers_of, source_of
-from confpred.pytorch.rewrite.passes import CONVERSIONS, is_view, val_of
+from confpred.pytorch.rewrite.passes import CONVERSIONS, may_be_written, val_of
 from confpred.pytorch.run import norms
 from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
@@ -244,7 +244,7 @@ def _match_group_norm(
         sizes is None or val_of(chain.last).shape != x.shape or not isinstance(eps or 0.0, float)
         or (weights and inputs[1] is None) or any(t.shape != sizes[2:3] for t in weights)
         or len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}
-        or (backward is not None and _is_copy(path[0]) and _may_be_written(_input_of(path[0])))
+        or (backward is not None and _is_copy(path[0]) and may_be_written(_input_of(path[0])))
     ):  # fmt: skip
         return None
     chain = following.follow(chain, [partial(_take_conversion, x.dtype)], claimed)
@@ -376,20 +376,8 @@ def _take_sum(dtype: torch.dtype, lies: Lies, is_saved: bool, chain: Chain) -> C
     a backward pass reads it, too, so that nobody may write to it before."""
     longer = following.take_sum(chain, dtype)
     other = longer.residual
-    is_taken = other is not None and lies(other) and not (is_saved and _may_be_written(other))
+    is_taken = other is not None and lies(other) and not (is_saved and may_be_written(other))
     return longer if is_taken else chain
-
-
-def _may_be_written(node: fx.Node) -> bool:
-    """Return whether the caller may write to a tensor that confpred's backward pass reads and
-    PyTorch's does not: a result, or an input that nothing else reads."""
-
-    def is_result(node: fx.Node) -> bool:
-        return any(n.op == "output" or (is_view(n) and is_result(n)) for n in node.users)
-
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return is_result(node) or (node.op == "placeholder" and len(node.users) == 1)
 
 
 def _take_activation(back: Sequence[fx.Node], chain: Chain) -> Chain:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
+from torch.utils.checkpoint import CheckpointPolicy
 
 from confpred.errors import first_line
 from confpred.pytorch.run.choosing import warn_once
@@ -88,13 +89,62 @@ def is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def owner_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory the result of `node` may share: the source of a view, else
+    `node` itself."""
+    while is_view(node.args[0] if node.target is operator.getitem else node):  # type: ignore[arg-type]
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers_of_memory(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read `node`, and those that read its views."""
+    views = [user for user in node.users if owner_of(user) is not user]
+    return [*node.users, *(reader for view in views for reader in readers_of_memory(view))]
+
+
+def may_be_written(node: fx.Node) -> bool:
+    """Return whether others may write to the memory of `node` between the forward and the backward
+    pass of a joint graph: an input's or a result's that PyTorch's backward pass does not read.
+    PyTorch saves each one that it reads, and raises an error after a write."""
+    owner = owner_of(node)
+    readers = readers_of_memory(owner)
+    inside = [reader for reader in readers if reader.op != "output"]
+    is_seen = owner.op == "placeholder" or len(inside) < len(readers)
+    return is_seen and not any(map(_is_of_backward, inside))
+
+
+def _is_of_backward(node: fx.Node) -> bool:
+    """Return whether `node` depends on a gradient that the backward pass of a joint graph gets."""
+    sources, found = [node], {node}
+    for source in sources:  # more are added
+        if is_tangent(source):
+            return True
+        sources += [n for n in source.all_input_nodes if n not in found]
+        found.update(source.all_input_nodes)
+    return False
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Return whether `node` is an input of a joint graph that its backward pass alone gets."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def save_reads_of_written(graph: fx.Graph) -> None:
+    """Let PyTorch's partitioner recompute nothing of inputs that a joint graph writes to: it would
+    read the new values, which are there in the backward pass."""
+    inputs = graph.find_nodes(op="placeholder")
+    for reader in [r for place in written_inputs(graph) for r in readers_of_memory(inputs[place])]:
+        if owner_of(reader) is reader:
+            reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
 def why_not_copied(graph: fx.Graph, static: Collection[int]) -> str | None:
     """Return why inputs cannot be read from dense copies, all but those at `static`, else None."""
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
-        while node.op != "placeholder" and is_view(node):
-            node = node.all_input_nodes[0]
-        if node.op == "placeholder" and inputs.index(node) not in static:
+        owner = owner_of(node)
+        if owner.op == "placeholder" and inputs.index(owner) not in static:
             return "it reads the memory of an input by strides of its own"
     return None
 
@@ -134,8 +184,7 @@ def let_views_copy(graph: fx.Graph) -> None:
 def drop_round_trips(graph: fx.Graph) -> None:
     """Drop the traces of an activation in place of a view, such as instance norm's result: views
     back to the shape before them, and in the gradient copies that fill other memory."""
-    owners = _owners_of(graph)
-    results = {owners[node] for node in graph.output_node().all_input_nodes}
+    results = {owner_of(node) for node in graph.output_node().all_input_nodes}
     norms = graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit.no_stats)
     keepers = {graph.output_node(), *norms}  # a norm's view is a part of it
 
@@ -144,7 +193,7 @@ def drop_round_trips(graph: fx.Graph) -> None:
             return node.args[0]
         if node.target is not aten.copy.default:
             return None
-        owner = owners[node.args[1]]  # a program may write to inputs and results later
+        owner = owner_of(node.args[1])  # a program may write to inputs and results later
         is_inner = owner.op != "placeholder" and results.isdisjoint((node, owner))
         return node.args[1] if is_inner else None
 
@@ -190,13 +239,6 @@ def drop_copies(graph: fx.Graph) -> None:
     A functional graph writes to nothing that is read later. So only a result of the graph has to
     stay a copy, where its source is an input or another result.
     """
-    owners = _owners_of(graph)
-
-    def owner_of(node: fx.Node) -> fx.Node:
-        while owners[node] is not node:
-            node = owners[node]
-        return node
-
     results = {owner_of(node) for node in graph.output_node().all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         (source,) = node.all_input_nodes
@@ -204,21 +246,10 @@ def drop_copies(graph: fx.Graph) -> None:
         if node in results and (owner.op == "placeholder" or owner in results):
             continue
         if is_alike(val_of(node), val_of(source)):
-            owners[node] = owner
             if node in results:
                 results.add(owner)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-
-
-def _owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return for each node the one whose memory its result may share."""
-    owners: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        viewed: Any = node.args[0] if node.target is operator.getitem else node
-        inputs = node.all_input_nodes
-        owners[node] = owners[inputs[0]] if inputs and is_view(viewed) else node
-    return owners
 
 
 def is_alike(a: Any, b: Any) -> bool:

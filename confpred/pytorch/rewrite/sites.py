@@ -34,6 +34,9 @@ CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _FLOOR_S, _BANDWIDTH_SHARE, _TENSOR_SHARE = 2e-6, 0.8, 0.6
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 
+#: A call of ``getattr`` without another one inside: the module, a quotation mark, and the name.
+_GETATTR = re.compile(r"getattr\(((?:(?!getattr\().)*?), (['\"])(.*?)\2\)")
+
 
 @dataclass(slots=True)
 class Site:
@@ -258,12 +261,14 @@ def is_convolution(problem: Record | None) -> TypeGuard[Problem | ConvNd]:
 
 def name_of(node: fx.Node) -> str:
     """Return the name of the innermost module that `node` comes from, as ``named_modules`` has it.
-    Dynamo writes ``stage.0.conv`` as an expression, such as ``L['self'].stage[0].conv`` or
+    Dynamo writes ``stage.0.1x`` as an expression, such as ``getattr(L['self'].stage[0], '1x')`` or
     ``L['self']._modules['stage']...``."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
-    text = re.sub(r"^[A-Z]\[[^]]*\]\.?(_modules)?|^self\.|\._modules", "", path)
-    text = re.sub(r"\['([^']*)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), text)
+    for _ in range(path.count("getattr(")):  # the inner ones first
+        path = _GETATTR.sub(r"\1.\3", path)
+    text = re.sub(r"^[A-Z]\[[^]]*\]|^self\.|\._modules\b", "", path)
+    text = re.sub(r"\[(['\"])(.*?)\1\]|\[(\d+)\]", lambda m: "." + (m[2] or m[3]), text)
     return text.strip(".")
 
 

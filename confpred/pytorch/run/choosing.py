@@ -32,7 +32,7 @@ from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret
-from confpred.predict.plan import read_plan
+from confpred.predict.plan import Plan, read_plan
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import CONVOLUTION, Problem
@@ -49,6 +49,8 @@ T = TypeVar("T")
 Choose = Callable[[Sequence[Record]], Sequence[Choice | None]]
 #: Predictors by operation, each loaded when it is first needed.
 _predictors: dict[str, Predictor] = {}
+#: By operation, the plans that are followed, first to last, and the predictor in force before them.
+_plans: dict[str, tuple[Predictor | None, list[Plan]]] = {}
 #: Callbacks that get every choice that is made, by the name of the watcher.
 _watchers: dict[Hashable, Callable[[Choice], None]] = {}
 #: Choices, launches and other results, by the sizes of a call.
@@ -117,10 +119,13 @@ measuring: ContextVar[Measure | None] = ContextVar("measuring", default=None)
 def use_predictor(predictor: Predictor, operation: str = CONVOLUTION.name) -> None:
     """Let `predictor` choose from now on, in place of the newest model of the package.
 
-    Networks that were captured before keep their choices. `operation` is ``conv2d``, or another one
-    such as ``linear_chain``; `InvalidInput` is raised where no family computes it.
+    Networks that were captured before keep their choices, if within its limits. `operation` is
+    ``conv2d``, or another one such as ``linear_chain``; `InvalidInput` is raised where no family
+    computes it.
     """
-    _predictors[operation_named(operation).name] = predictor
+    name = operation_named(operation).name
+    _plans.pop(name, None)
+    _predictors[name] = predictor
     forget()
 
 
@@ -136,7 +141,8 @@ def use_plan(path: str | Path) -> Callable[[], None]:
             `confpred.prepare` or ``confpred plan export`` wrote, or a person.
 
     Returns:
-        A function that goes back to the former predictor and kernels.
+        A function that ends this, in any order where several plans are followed. A later
+        `use_predictor` has ended it already.
 
     Raises:
         InvalidInput: the plan has no choice for the current CUDA device, or is not valid.
@@ -147,20 +153,36 @@ def use_plan(path: str | Path) -> Callable[[], None]:
     device = driver.device_of(torch.cuda.current_device()) if on_gpu else None
     plan = read_plan(path, device)
     kernels = open_kernels(path, device.arch) if device and path.is_dir() else None
-    former = {operation.name: _predictors.get(operation.name) for operation in plan.operations}
-    for name in former:
-        use_predictor(current_predictor(name).following(plan), name)
+    names = [operation.name for operation in plan.operations]
+    for name in names:
+        _, plans = _plans.setdefault(name, (_predictors.get(name), []))
+        plans.append(plan)
+        _follow(name)
+    forget()
 
     def undo() -> None:
-        for name, predictor in former.items():
-            _predictors.pop(name, None)
-            if predictor is not None:
-                _predictors[name] = predictor
+        for name in names:
+            if name in _plans:
+                _, plans = _plans[name]
+                plans[:] = [other for other in plans if other is not plan]
+                _follow(name)
         if kernels is not None:
             close_kernels(kernels)
         forget()
 
     return undo
+
+
+def _follow(name: str) -> None:
+    """Let the former predictor for operation `name`, and the plans that are left, be in force."""
+    former, plans = _plans[name]
+    _predictors.pop(name, None)
+    if former is not None:
+        _predictors[name] = former
+    for plan in plans:
+        _predictors[name] = current_predictor(name).following(plan)
+    if not plans:
+        del _plans[name]
 
 
 def is_known(operation: str) -> bool:
@@ -184,7 +206,10 @@ def current_predictor(operation: str = CONVOLUTION.name) -> Predictor:
 
 
 def limits_for(problem: Record, limits: Limits) -> Limits:
-    """Return `limits`, without TF32 where PyTorch's switch forbids it for convolutions."""
+    """Return `limits` and those of the predictor in force, without TF32 where PyTorch's switch
+    forbids it for convolutions."""
+    predictor = _predictors.get(operation_of(problem).name)  # none is loaded for this
+    limits = limits if predictor is None else limits & predictor.limits
     is_single = isinstance(problem, (Problem, ConvNd)) and problem.dtype == "float32"
     if is_single and limits.tf32 and not convolutions_allow_tf32():
         return replace(limits, tf32=False)
@@ -223,16 +248,18 @@ def preview(
             operation, limits = kind
             within = current_predictor(operation).within(limits)
             choices = within.choose_many(group, device, max_regret=constraints.max_regret)
-            chosen.update(zip(group, choices, strict=True))
             guesses = [choice.problem for choice in choices if is_open(choice, constraints)]
-            chosen |= kept_answers(guesses, device, operation_named(operation), within.limits)
+            answers = kept_answers(guesses, device, operation_named(operation), within.limits)
+            # The problem of a choice is deterministic where the limits say so.
+            better = (answers.get(choice.problem, choice) for choice in choices)
+            chosen.update(zip(group, better, strict=True))
     except UnknownDevice as error:
         log.debug("falling back to PyTorch: %s", error)
     except ConfpredError as error:  # such as a damaged model: worth a look
         log.warning("falling back to PyTorch: %s", error)
-    answers: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
+    found: Sequence[Choice | None] = [chosen.get(problem) for problem in problems]
     measure = measuring.get()
-    return list(answers if measure is None else measure(answers, device, constraints))
+    return list(found if measure is None else measure(found, device, constraints))
 
 
 def kept_folder(device: Device, operation: Operation) -> Path:

@@ -140,7 +140,10 @@ def test_a_limit_of_the_workspace_holds_for_what_a_plan_turns_out_to_need(
     assert choice is not None
     on_gpu.row, on_gpu.workspace_bytes = choice.candidate.config_id, 2**20
     assert loading.load(Assignment.of(choice), 0, Limits(workspace_bytes=2**20)) is not None
-    assert loading.load(Assignment.of(choice), 0, Limits(workspace_bytes=2**20 - 1)) is None
+    less = Limits(workspace_bytes=2**20 - 1)
+    assert loading.load(Assignment.of(choice), 0, less) is None
+    choosing.use_predictor(dense.within(less))
+    assert loading.load(Assignment.of(choice), 0) is None
 
 
 def test_tf32_is_asked_for_only_where_pytorch_allows_it(on_gpu: type[Refusing]) -> None:

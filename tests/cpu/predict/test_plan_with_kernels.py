@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +125,42 @@ def test_what_is_undone_is_followed_no_more(made: Path, device: Callable[[str], 
     undo()
     assert choosing.current_predictor() is former
     assert compiler._opened == ()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1), (1, 1, 0)])
+@pytest.mark.parametrize("former", [Predictor({}), None])
+def test_plans_are_undone_in_any_order(
+    tmp_path: Path, device: Callable[[str], None], order: Sequence[int], former: Predictor | None
+) -> None:
+    device("h100")
+    if former is not None:
+        choosing.use_predictor(former)
+    layers = [replace(DEPTHWISE, n=n) for n in (3, 5)]
+    undos = []
+    for layer in layers:
+        write_plan(
+            path := tmp_path / "plan.json", plan_of(Predictor({}).choose_many([layer], "h100"))
+        )
+        undos.append(confpred.use_plan(path))
+    for place in order[:-1]:
+        undos[place]()
+        chosen = choosing.current_predictor().choose_many(layers, "h100")
+        assert [choice.source == "pinned" for choice in chosen] == [place == 1, place == 0]
+    undos[order[-1]]()
+    assert choosing._predictors == ({} if former is None else {"conv2d": former})
+
+
+def test_a_predictor_that_is_used_after_a_plan_stays(
+    tmp_path: Path, device: Callable[[str], None]
+) -> None:
+    device("h100")
+    write_plan(
+        path := tmp_path / "plan.json", plan_of(Predictor({}).choose_many([DEPTHWISE], "h100"))
+    )
+    undo, own = confpred.use_plan(path), Predictor({})
+    choosing.use_predictor(own)
+    undo()
+    assert choosing.current_predictor() is own
 
 
 def test_layers_that_a_plan_lacks_are_chosen_as_without_it(

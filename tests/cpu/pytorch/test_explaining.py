@@ -255,3 +255,23 @@ def test_each_of_many_networks_is_explained() -> None:
         model = torch.nn.Sequential(torch.nn.Conv2d(8, channels, 3), torch.nn.ReLU()).half().eval()
         told = confpred.explain(model, images, device="h100")
         assert (told.step.parts, len([row for row in told.rows if row.sizes])) == (1, 1)
+
+
+def test_layers_are_named_as_the_network_names_them() -> None:
+    """Dynamo writes some names as an expression, such as ``getattr(L['m'], '1x')``."""
+
+    def block(**more: nn.Module) -> nn.Module:
+        def forward(m: nn.Module, x: Tensor) -> Tensor:
+            for name in dict(m.named_children()):
+                x = getattr(m, name)(x)
+            return x
+
+        return Around(forward, **more)
+
+    convs = iter([nn.Conv2d(8, 8, 3, groups=8) for _ in range(8)])
+    layers = {"it's": next(convs), '"': next(convs), "list": nn.Sequential(next(convs))}
+    inner = block(**{"2y": next(convs), "_modules_": next(convs), **layers})
+    model = block(**{"1x": inner, "a-b": next(convs), "0": next(convs), "map": next(convs)})
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    rows = confpred.explain(model, torch.rand(2, 8, 40, 40)).rows
+    assert {name for row in rows for name in row.layers} == names

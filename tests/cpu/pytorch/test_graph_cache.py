@@ -21,6 +21,7 @@ from confpred.cuda import driver
 from confpred.families import registry
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
+from confpred.problem.limits import Limits
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch import backend, graph_cache
 from confpred.pytorch.run import choosing, graphs
@@ -173,12 +174,15 @@ def test_the_key_covers_what_choices_depend_on(on_h100: Any, monkeypatch: Any) -
             keys.add(find())
     with torch.backends.cudnn.flags(enabled=False):
         keys.add(find())
+    limited = choosing.current_predictor().within(Limits(workspace_bytes=0))
+    monkeypatch.setitem(choosing._predictors, "conv2d", limited)
+    keys.add(find())
     monkeypatch.setattr(graph_cache, "_sources", lambda: "others")  # as after an upgrade
     keys.add(find())
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor.load("models/h200-2026.11.25"))
     assert find() is None  # no model of this device
     assert None not in keys
-    assert len(keys) == 7
+    assert len(keys) == 8
 
 
 def test_answers_that_tuning_keeps_later_make_another_graph(

@@ -340,29 +340,68 @@ def test_other_sizes_are_computed(served: Any) -> None:
     assert len(asked(served)) == 2
 
 
-@pytest.mark.parametrize("kind", ["copied", "added", "returned", "a view"])
-def test_what_the_caller_may_write_to_is_not_kept(served: Any, kind: str) -> None:
-    """PyTorch keeps the copy, and no residual, for its backward pass."""
-    norm = nn.GroupNorm(4, WIDTH)
+def added(m: Any, x: Tensor, other: Tensor) -> Tensor:
+    return F.silu(m.norm(x.sin()) + other)
 
-    def forward(m: Any, x: Tensor, other: Tensor) -> Any:
-        if kind == "copied":
-            return F.silu(m.norm(x.contiguous())), x
-        y = other if kind == "added" else 2 * other
-        return F.silu(m.norm(x.sin()) + y), y.mT if kind == "a view" else y
 
-    model, found = Around(forward, norm=norm), []
-    for call in (torch.compile(model, backend="confpred"), model):
-        x, other = images().requires_grad_(), images().requires_grad_()
+def written_inside(m: Any, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    out = added(m, x, other)
+    other.mul_(2.0)
+    return out, x + 1
+
+
+def copied_and_written_inside(m: Any, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    out = x * F.silu(m.norm(other.contiguous()))
+    other.mul_(2.0)
+    return out, x + 1
+
+
+#: Networks by the tensor that is written to between forward and backward, their second result;
+#: PyTorch's backward pass reads a copy of it, or nothing.
+WRITTEN: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "a copied input": lambda m, x, y: (F.silu(m.norm(x.contiguous())), x),
+    "a copied input, read twice": lambda m, x, y: (F.silu(m.norm(x.contiguous())) + x.mean(), x),
+    "an input": lambda m, x, y: (added(m, x, y), y),
+    "an input, read twice": lambda m, x, y: (added(m, x, y) + y, y),
+    "an input, by a view": lambda m, x, y: (added(m, x, y.view(y.shape)) + y.mT.sum(), y),
+    "an input, by a part": lambda m, x, y: (added(m, x, y[None].unbind()[0]), y),
+    "an input, by the network": written_inside,
+    "a copied input, by the network": copied_and_written_inside,
+    "a batch norm's": lambda m, x, y: (F.relu(m.batch(x.sin()) + y) + y, y),
+    "a result": lambda m, x, y: (added(m, x, z := 2 * y), z),
+    "a view of a result": lambda m, x, y: (added(m, x, z := 2 * y), z.mT),
+    "a part of a result": lambda m, x, y: (added(m, x, z := 2 * y), z.unbind()[0]),
+}  # fmt: skip
+COMPILED = "a copied input, by the network"
+
+
+@pytest.mark.parametrize(("kind", "inductor"), [
+    *((kind, False) for kind in WRITTEN),
+    pytest.param(COMPILED, True, marks=pytest.mark.slow(reason="C++ is compiled")),
+])  # fmt: skip
+def test_what_others_may_write_to_is_not_kept(served: Any, kind: str, inductor: bool) -> None:
+    layers, found = {"norm": nn.GroupNorm(4, WIDTH), "batch": nn.BatchNorm2d(WIDTH)}, []
+    model = Around(WRITTEN[kind], **layers)
+    for call in (torch.compile(model, backend="confpred", options={"inductor": inductor}), model):
+        x, other = images().requires_grad_(), images().requires_grad_("network" not in kind)
         out, written = call(x, other)
         with torch.no_grad():
             written.mul_(2.0)
-        found.append(torch.autograd.grad(out.sum(), [x, other], allow_unused=True))
+        found.append(torch.autograd.grad(out.sum(), x))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-    assert {(p.dtype, p.residual) for p in asked(served)} == {("float32", False)} - (
-        {("float32", False)} if kind == "copied" else set()
+    problems = [p for choice in served.asked for p in choice]
+    assert not any(p.residual for p in problems)
+    assert bool(problems) is not kind.startswith("a copied")
+
+
+def test_what_pytorch_keeps_is_added(served: Any) -> None:
+    """Its backward pass reads the input of a convolution."""
+    model = Around(
+        lambda m, x: added(m, x, x) * m.conv(x.mT.mT), norm=nn.GroupNorm(4, WIDTH), conv=conv()
     )
+    compare(model.to(memory_format=LAST), images(), True)
+    assert [p.residual for p in asked(served)] == [True, True]
 
 
 FORWARD = (

@@ -188,6 +188,19 @@ def test_a_causal_layer_without_a_kernel_is_as_it_was(captured, launches) -> Non
     assert captured.of("inference").targets() == ["aten.constant_pad_nd.default", CONV]
 
 
+def test_a_padded_input_that_others_may_write_to_is_not_kept(captured, launches) -> None:
+    """PyTorch's backward pass of the convolution reads the padded tensor."""
+    model, found = Around(CAUSAL["pad"], **layers()), []
+    for call in (torch.compile(model, backend=backend), model):
+        x = line(length=11).contiguous()
+        out = call(x)
+        with torch.no_grad():
+            x.mul_(2.0)
+        found.append(torch.autograd.grad(out.sum(), model.plain.weight))
+    torch.testing.assert_close(*found)
+    assert [getattr(p, "cut", 0) for p in launches] == [3, 0]
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_a_cut_equals_a_padding_on_the_left(captured, stride, dilation) -> None:

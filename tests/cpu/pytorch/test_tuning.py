@@ -48,6 +48,7 @@ from confpred.problem.limits import UNLIMITED, Limits
 from confpred.pytorch import backend, eager, plan
 from confpred.pytorch.backend import Options
 from confpred.pytorch.run import choosing, loading, tuning, verify
+from confpred.pytorch.run.choosing import ANY, Constraints
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.tuning import Tuner
 from confpred.sampler import kept, run
@@ -104,11 +105,11 @@ class Board:
     def layers(self) -> Any:
         return tuning._Layers(0, self.device, CONVOLUTION, UNLIMITED)
 
-    def ask(self, tuner: Tuner, *problems: Problem) -> list[Choice]:
+    def ask(self, tuner: Tuner, *problems: Problem, constraints: Constraints = ANY) -> list[Choice]:
         """Return what is chosen in a capture."""
         token = choosing.measuring.set(tuner.on(0))
         try:
-            return choosing.choose_many(problems or (LAYER,), self.device)
+            return choosing.choose_many(problems or (LAYER,), self.device, constraints)
         finally:
             choosing.measuring.reset(token)
 
@@ -365,6 +366,20 @@ def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypat
     slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
     assert kept.answer(LAYER, board.device, slow, UNLIMITED).candidate == PYTORCH_OPERATOR
     assert kept.answer(LAYER, board.device, times[:1], UNLIMITED) is None
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_answers_keep_within_the_limits_in_force(board, monkeypatch, by_call) -> None:
+    problem, limits = replace(LAYER, direction="wgrad"), Limits(0, deterministic=True)
+    choosing.use_predictor(Predictor({}) if by_call else Predictor({}).within(limits))
+    constraints = Constraints(limits if by_call else UNLIMITED)
+    asked, within = [], kept.within
+    # The same, and notes what it is asked.
+    monkeypatch.setattr(kept, "within", lambda *given: asked.append(given) or within(*given))
+    first, second = (board.ask(Tuner(s), problem, constraints=constraints) for s in (60.0, 0.0))
+    assert first == second
+    assert (first[0].source, first[0].problem.deterministic) == ("measured", True)
+    assert {bound for *_, bound in asked} == {limits}
 
 
 @_PROCESSES
