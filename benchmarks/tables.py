@@ -25,6 +25,7 @@ from benchmarks.model.choice_tables import (
     Rows,
     chains,
     dense,
+    layer_kinds,
     markdown,
     norms,
     side_by_side,
@@ -219,7 +220,7 @@ def partitions(result: dict[str, Any]) -> str:
 #: Results that a device may lack.
 OPTIONAL = (
     *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
-    *("captured_networks.json", "losses.json"),
+    *("captured_networks.json", "layer_kinds.json", "losses.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
@@ -232,6 +233,7 @@ _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
 #: Table -> its result files, and the function that makes it; for each device a table of its own.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "sampling-plans": (("sampling_plans.json",), sampling_plans),
+    "layer-kinds": (("layer_kinds.json",), partial(layer_kinds, markdown=markdown)),
 } | {name: (files, partial(make, markdown=markdown)) for name, (files, make) in OF_NETWORKS.items()}
 
 

@@ -42,6 +42,22 @@ def holdout(results: Results) -> str:
     )
 
 
+def layer_kinds(result: dict[str, Any], markdown: Any) -> str:
+    """Tabulate how many times as fast choices for kinds of layers are as PyTorch's operator."""
+    directions = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
+    kinds: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        if row["direction"] in directions and not row["kind"].startswith("all of"):
+            kinds.setdefault(row["kind"], {})[row["direction"]] = row
+    cells = []
+    for kind, rows in kinds.items():
+        found = list(rows.values())
+        layers, slower = (str(sum(row[name] for row in found)) for name in ("problems", "slower"))
+        speeds = (f"{rows[name]['speed']:.2f}x" for name in directions)
+        cells.append((kind, layers, *speeds, slower))
+    return markdown(("layers", "judged", *directions.values(), "> 5 % slower"), cells)
+
+
 def _holdout(found: dict[str, Any] | None) -> Rows:
     if found is None:
         return {}

@@ -105,20 +105,6 @@ def _filled(
     return markdown([heads[i] for i in kept], cut) if whole else ""
 
 
-def per_network(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate the wall and the GPU time of confpred's ways over eager, for each network."""
-    cells: dict[str, dict[str, str]] = {}
-    for name, way, group in _by_way(result["rows"]):
-        for row in group:
-            if row["way"] == way:
-                ratios = [_shown(row, field) for field in ("over_eager", "graph_over_eager")]
-                known = ratios[:1] if "error" in row else list(filter(None, ratios))
-                cells.setdefault(row["network"], {})[name] = ", ".join(known)
-    steps = [name for name, _, _ in _by_way(result["rows"])]
-    rows = [(name, *(found.get(s, "") for s in steps)) for name, found in sorted(cells.items())]
-    return _filled(("network", *steps), rows, markdown)
-
-
 def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
     """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
     names = ("eager", "optimize", "inductor=False", "compile")
@@ -239,7 +225,6 @@ OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "broad": (("broad.json",), broad),
     "broad-each": (("broad.json",), broad_each),
     "networks": (("networks.json",), summary),
-    "networks-each": (("networks.json",), per_network),
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "losses": (("losses.json",), losses),
     "captured-networks": (("captured_networks.json",), captured),
