@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6614, "confpred": 27551, "confpred/cli": 2183, "confpred/client": 758,
+    "benchmarks": 6617, "confpred": 27551, "confpred/cli": 2183, "confpred/client": 758,
     "confpred/cuda": 834, "confpred/cudnn": 515, "confpred/data": 594, "confpred/families": 4760,
     "confpred/launch": 193, "confpred/measure": 915, "confpred/model": 1187,
     "confpred/predict": 955, "confpred/problem": 1832, "confpred/products": 425,
