@@ -7,8 +7,9 @@ those of the device that is asked for. `benchmarks/model/transfer.py` measures t
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -217,7 +218,7 @@ class Predictor:
             remembered = self._best((_checked(problem), target, 1))[0].pytorch_ms
             if remembered is not None:
                 return remembered
-        return _expected_ms(problem, target, self._model(type(problem), target), candidate)
+        return _expected_ms(problem, target, self._answering(type(problem), target), candidate)
 
     def _answer(self, problem: Record, device: Device, top: int) -> tuple[Choice, ...]:
         remembered = self._best if top == 1 else self._ranking
@@ -234,10 +235,13 @@ class Predictor:
         model = self._further.get(kind, self._models).get(device.key)
         return model if model and model.operation.problem is kind else None
 
-    def _model(self, kind: type[Record], device: Device) -> Model | None:
-        """Return the model of `device` for problems of this kind, or the nearest device's."""
-        models = self._further.get(kind, self._models)
-        return self.own_model(kind, device) or nearest_model(models, device, kind)
+    def _answering(self, kind: type[Record], device: Device) -> Iterator[Model]:
+        """Yield the models that answer for `device` about problems of this kind, one after the
+        other where those before serve none: its own or the nearest device's, then those of devices
+        of its architecture, which may know more families."""
+        models = nearest_models(self._further.get(kind, self._models), device, kind)
+        yield from itertools.islice(models, 1)
+        yield from itertools.takewhile(lambda model: is_near(device, model.device), models)
 
     def _answer_all(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """Return the answers to questions of `asked`, which are all about one device and the same
@@ -281,7 +285,7 @@ class Predictor:
         time_ms = planned.predicted_ms
         if planned.source == "pinned" and time_ms is None:
             model = self.own_model(type(problem), device)
-            time_ms = _expected_ms(problem, device, model, planned.candidate)
+            time_ms = _expected_ms(problem, device, [model] if model else [], planned.candidate)
         return replace(planned, source="pinned", model=None, predicted_ms=time_ms)
 
     def _keeps_within(self, problem: Record, candidate: Candidate) -> bool:
@@ -294,33 +298,44 @@ class Predictor:
         """Predict, or else estimate, choices for each question, best first; the first has the
         bound. They fill the answer, even if some are the choices that need no prediction."""
         ranked: dict[Record, list[Choice]] = {}
+        _, device, top = asked[0]
         for kind in {type(problem): None for problem, _, _ in asked}:
-            _, device, top = asked[0]
-            if (model := self._model(kind, device)) is None:
-                continue
-            own = model is self.own_model(kind, device)
-            source: Source = "predicted" if own else "transferred"
             problems = [problem for problem, _, _ in asked if type(problem) is kind]
-            predicted = _rank_by_model(problems, device, model, top, self._limits)
-            trusts = self._trusts(problems, device, model, top, predicted)
-            for problem, options, trust in zip(problems, predicted, trusts, strict=True):
-                one = Choice(
-                    *(problem, device.key, source),
-                    model=model.version,
-                    pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
-                    donor=None if own else model.device.key,
-                    is_near=not own and is_near(device, model.device),
-                )
-                ranked[problem] = choices = [
-                    replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
-                    for seconds, candidate in options[: top + _MOST_SETTLED]
-                ]
-                bound, extrapolated = trust
-                choices[:1] = [  # none if nothing is legal
-                    replace(first, regret_bound=bound, extrapolated=extrapolated)
-                    for first in choices[:1]
-                ]
+            for model in self._answering(kind, device):
+                ranked |= self._predict_by(model, problems, device, top)
+                problems = [problem for problem in problems if not ranked[problem]]
+                if not problems:
+                    break
         return [ranked.get(one[0]) or _rank_by_estimate(*one, self._limits) for one in asked]
+
+    def _predict_by(
+        self, model: Model, problems: Sequence[Record], device: Device, top: int
+    ) -> dict[Record, list[Choice]]:
+        """Return the choices of `model` for each of `problems`, best first; none where it serves
+        no config."""
+        own = model.device.key == device.key
+        source: Source = "predicted" if own else "transferred"
+        ranked: dict[Record, list[Choice]] = {}
+        predicted = _rank_by_model(problems, device, model, top, self._limits)
+        trusts = self._trusts(problems, device, model, top, predicted)
+        for problem, options, trust in zip(problems, predicted, trusts, strict=True):
+            one = Choice(
+                *(problem, device.key, source),
+                model=model.version,
+                pytorch_ms=_ms_of(PYTORCH_OPERATOR, options),
+                donor=None if own else model.device.key,
+                is_near=not own and is_near(device, model.device),
+            )
+            ranked[problem] = choices = [
+                replace(one, candidate=candidate, predicted_ms=launch_ms(seconds))
+                for seconds, candidate in options[: top + _MOST_SETTLED]
+            ]
+            bound, extrapolated = trust
+            choices[:1] = [  # none if nothing is legal
+                replace(first, regret_bound=bound, extrapolated=extrapolated)
+                for first in choices[:1]
+            ]
+        return ranked
 
     def _trusts(
         self,
@@ -437,16 +452,18 @@ def _ms_of(candidate: Candidate, options: Options) -> float | None:
 
 
 def _expected_ms(
-    problem: Record, device: Device, model: Model | None, candidate: Candidate
+    problem: Record, device: Device, models: Iterable[Model], candidate: Candidate
 ) -> float | None:
-    """Return the milliseconds that `candidate` is expected to take; None if no model says."""
+    """Return the milliseconds that `candidate` is expected to take, by the first of `models` that
+    knows; None if no model says."""
     if candidate == PYTORCH_OPERATOR:
-        return _ms_of(candidate, _rank_by_model([problem], device, model)[0] if model else [])
+        ranked = (_rank_by_model([problem], device, model)[0] for model in models)
+        return _ms_of(candidate, next(filter(None, ranked), []))
     row = np.array([candidate.config_id], np.intp)
-    learned = model.families.get(candidate.provider) if model else None
-    if learned is None:
-        return launch_ms(float(family_of(candidate).estimate_s(problem, device, row)[0]))
-    return launch_ms(float(learned.rank(problem, device, row)[1][0]))
+    for model in models:
+        if (learned := model.families.get(candidate.provider)) is not None:
+            return launch_ms(float(learned.rank(problem, device, row)[1][0]))
+    return launch_ms(float(family_of(candidate).estimate_s(problem, device, row)[0]))
 
 
 def distance(one: Device, other: Device) -> float:
@@ -457,15 +474,15 @@ def distance(one: Device, other: Device) -> float:
     return max(abs(math.log2(ratio)) for ratio in ratios)
 
 
-def nearest_model(models: Mapping[str, Model], device: Device, problem: type) -> Model | None:
-    """Return the model of the device nearest to `device`, of those in `models` (by device key) for
-    problems of the class `problem`; one of the same architecture is nearer than all others."""
+def nearest_models(models: Mapping[str, Model], device: Device, problem: type) -> Iterator[Model]:
+    """Yield the models of `models` (by device key) for problems of the class `problem`: that of
+    `device`, then the nearest devices'; one of the same architecture is nearer than all others."""
 
-    def order(key: str) -> tuple[bool, float, str]:
+    def order(key: str) -> tuple[bool, bool, float, str]:
         described = KNOWN.get(key) or models[key].device  # which may have to be loaded
-        return not is_near(device, described), distance(described, device), key
+        far = not is_near(device, described)
+        return key != device.key, far, distance(described, device), key
 
     for key in sorted(models, key=order):
         if models[key].operation.problem is problem:
-            return models[key]
-    return None
+            yield models[key]

@@ -143,15 +143,13 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
             predictor = choosing.current_predictor(operation)
             if type(predictor) is not Predictor or is_extended(operation):
                 return None
-            model = predictor.models.get(device.key)
-            if model is None and operation == CONVOLUTION.name:  # its layers may be measured
-                return None
-            models = predictor.models.values() if model is None else [model]
+            if device.key not in predictor.models and operation == CONVOLUTION.name:
+                return None  # its layers may be measured
             kept = choosing.kept_shards(device, operation_named(operation))
             if kept and choosing.ranks() > 1:
                 return None
             facts += [operation, predictor.planned, predictor.limits, *kept]
-            facts += [source.digest for source in models]
+            facts += [source.digest for source in predictor.models.values()]
     return repr(facts)
 
 

@@ -32,7 +32,7 @@ from confpred.families.registry import operation_of
 from confpred.files import read_json, user_folder, write_json
 from confpred.model.card import CARD
 from confpred.model.folder import Model, NewestModels, load_model, publish, users_models
-from confpred.predict.predictor import Predictor, nearest_model
+from confpred.predict.predictor import Predictor, nearest_models
 from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.retraining import offers
@@ -149,7 +149,7 @@ class _Retraining:
         if left <= 0:
             return
         kind, device = type(request.suite.entries[0].problem), request.device
-        model = self.models.get(device.key) or nearest_model(self.models, device, kind)
+        model = next(nearest_models(self.models, device, kind), None)
         of = "nothing" if model is None else f"model {model.version}"
         self.say(f"session {number}: measuring for {left:.0f} s what {of} has most to learn from")
         predictor = Predictor(self.models)

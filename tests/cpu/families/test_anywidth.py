@@ -11,7 +11,7 @@ import pytest
 from layers import ANY_WIDTH, ARCHITECTURES, CONVOLUTIONS, H100, random_layer
 
 from confpred.families import anywidth, grouped
-from confpred.families.registry import families_of, kernels_of
+from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import DIRECTIONS, Problem
 
 LAYER = Problem(n=8, c=72, h=28, w=28, k=72, r=3, s=3, padding=(1, 1), groups=3)
@@ -47,9 +47,30 @@ def test_what_older_families_serve_is_left_to_them(direction: str) -> None:
             assert not (anywidth.handles(problem) and grouped.handles(problem))
 
 
-def test_they_wait_for_a_model_and_are_measured_by_name() -> None:
-    assert not ANY_WIDTH.keys() & kernels_of(LAYER).keys()
-    assert ANY_WIDTH.keys() <= families_of(LAYER).keys()
+@every_direction
+def test_where_a_model_or_a_near_one_knows_them_they_are_chosen(direction: str) -> None:
+    whole, large = replace(LAYER, n=64, h=56, w=56), replace(LAYER, c=64, k=64, groups=64)
+    large = replace(large, n=32, h=56, w=56, r=31, s=31, padding=(15, 15))
+    for layer, name in ((whole, "anywidth"), (large, "depthwise_large")):
+        layer, predictor = replace(layer, direction=direction), Predictor.load()
+        for device, source in (("h200", "predicted"), ("h100", "transferred")):
+            choice = predictor.choose(layer, device)
+            assert (choice.family, choice.source) == (f"{name}_{direction}", source)
+            assert choice.is_near == (device == "h100")  # whose own model knows no such family
+            assert predictor.expected_ms(layer, device, choice.candidate) == choice.predicted_ms
+
+
+def test_no_sum_of_a_filter_gradient_is_so_long_that_it_loses_digits() -> None:
+    wgrad = family("wgrad")
+    for n, size in ((256, 112), (64, 56), (1, 512)):
+        layer = replace(LAYER, n=n, h=size, w=size, direction="wgrad")
+        configs = wgrad.configs[wgrad.legal(layer, H100)]
+        tiles = 1
+        for side, name in ((n, "block_n"), (size, "block_p"), (size, "block_q")):
+            tiles = tiles * -(-side // configs[name].astype(int))
+        pixels = np.prod([configs[f"block_{axis}"].astype(int) for axis in "npq"], axis=0)
+        assert len(configs) > 0
+        assert (-(-tiles // configs["splits"]) * pixels).max() <= 2**17
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES.values(), ids=ARCHITECTURES)
