@@ -298,8 +298,8 @@ class Predictor:
         """Predict, or else estimate, choices for each question, best first; the first has the
         bound. They fill the answer, even if some are the choices that need no prediction."""
         ranked: dict[Record, list[Choice]] = {}
-        _, device, top = asked[0]
         for kind in {type(problem): None for problem, _, _ in asked}:
+            _, device, top = asked[0]
             problems = [problem for problem, _, _ in asked if type(problem) is kind]
             for model in self._answering(kind, device):
                 ranked |= self._predict_by(model, problems, device, top)

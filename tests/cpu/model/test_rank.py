@@ -26,6 +26,14 @@ from confpred.problem.conv2d import DIRECTIONS, Problem
 
 MODELS = NewestModels()
 EVERY = [p for direction in DIRECTIONS for p in islice(problems(direction, seed=1), 45)]
+EVERY += [  # of families that few random layers meet
+    Problem.parse(f"{words} direction={direction}")
+    for direction in DIRECTIONS
+    for words in (
+        "n=16 c=72 h=28 w=28 k=72 r=3 s=3 groups=3 padding=1",
+        "n=16 c=24 h=28 w=28 k=24 r=31 s=31 groups=24 padding=15",
+    )
+]
 WHOLE = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
 
 

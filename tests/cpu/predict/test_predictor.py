@@ -25,7 +25,7 @@ from confpred.model.rank import FINALISTS
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.predict.explain import explain_layer
 from confpred.predict.plan import plan_of
-from confpred.predict.predictor import RANKINGS_KEPT, Predictor, nearest_model
+from confpred.predict.predictor import RANKINGS_KEPT, Predictor, nearest_models
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
@@ -172,7 +172,7 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
         for key in ("h100", "h200", "rtx-4090", "h200-nvl", "rtx-3090")
     }
     donors = {
-        key: nearest_model(models, get_device(key), Problem).device.key
+        key: next(nearest_models(models, get_device(key), Problem)).device.key
         for key in ("gh200", "h100-nvl", "rtx-5090", "l40s", "b200", "rtx-3060")
     }
     assert donors == {
@@ -183,7 +183,10 @@ def test_the_nearest_device_that_knows_the_operation_is_the_donor():
         "b200": "h200",
         "rtx-3060": "rtx-3090",  # of its architecture
     }
-    assert nearest_model(models, get_device("h200"), int) is None
+    assert list(nearest_models(models, get_device("h200"), int)) == []
+    assert [m.device.key for m in nearest_models(models, get_device("h200"), Problem)][:2] == [
+        "h200", "h100",
+    ]  # fmt: skip
 
 
 def test_families_that_the_model_does_not_know_do_not_compete(predictor):
