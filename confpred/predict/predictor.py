@@ -72,7 +72,8 @@ class Predictor:
             further: models of further operations, by device key, for each class of problems.
         """
         self._models, self._further = MappingProxyType(models), further
-        self._limits = UNLIMITED
+        #: The limits that all choices keep within.
+        self.limits = UNLIMITED
         self._within: Recent[Limits, Predictor] = Recent(_LIMITS_KEPT)
         self._planned = {(c.problem, c.device): c for c in (plan.choices if plan else ())}
         self._best = Remembered(self._answer_all, BEST_KEPT)
@@ -123,16 +124,11 @@ class Predictor:
         """Choices of the plan that is followed; empty without one."""
         return tuple(self._planned.values())
 
-    @property
-    def limits(self) -> Limits:
-        """The limits that all choices keep within."""
-        return self._limits
-
     def following(self, plan: Plan) -> Predictor:
         """Return a predictor that follows `plan`, and else the plan and the models of this one."""
         followed = Predictor(self._models, plan, further=self._further)
         followed._planned = self._planned | followed._planned
-        followed._limits = self._limits
+        followed.limits = self.limits
         return followed
 
     def within(self, limits: Limits) -> Predictor:
@@ -144,12 +140,12 @@ class Predictor:
         """
         if not isinstance(limits, Limits):
             raise InvalidInput("limits", limits, "a confpred.Limits")
-        if (limits := limits & self._limits) == self._limits:
+        if (limits := limits & self.limits) == self.limits:
             return self
         limited = self._within.get(limits)
         if limited is None:
             limited = Predictor(self._models, further=self._further)
-            limited._planned, limited._limits = self._planned, limits
+            limited._planned, limited.limits = self._planned, limits
             self._within.put(limits, limited)
         return limited
 
@@ -246,7 +242,7 @@ class Predictor:
     def _answer_all(self, asked: Sequence[_Asked]) -> list[tuple[Choice, ...]]:
         """Return the answers to questions of `asked`, which are all about one device and the same
         number of choices."""
-        if self._limits.deterministic:
+        if self.limits.deterministic:
             asked = [(_ask_repeatable(problem), device, top) for problem, device, top in asked]
         choices = [self._choices_before_model(*one) for one in asked]
         short = [i for i, (_, _, top) in enumerate(asked) if len(choices[i]) < top]
@@ -292,7 +288,7 @@ class Predictor:
         if candidate == PYTORCH_OPERATOR:
             return True
         row = np.array([candidate.config_id], np.intp)
-        return len(within(family_of(candidate), problem, row, self._limits)) == 1
+        return len(within(family_of(candidate), problem, row, self.limits)) == 1
 
     def _predict(self, asked: Sequence[_Asked]) -> list[list[Choice]]:
         """Predict, or else estimate, choices for each question, best first; the first has the
@@ -306,7 +302,7 @@ class Predictor:
                 problems = [problem for problem in problems if not ranked[problem]]
                 if not problems:
                     break
-        return [ranked.get(one[0]) or _rank_by_estimate(*one, self._limits) for one in asked]
+        return [ranked.get(one[0]) or _rank_by_estimate(*one, self.limits) for one in asked]
 
     def _predict_by(
         self, model: Model, problems: Sequence[Record], device: Device, top: int
@@ -316,7 +312,7 @@ class Predictor:
         own = model.device.key == device.key
         source: Source = "predicted" if own else "transferred"
         ranked: dict[Record, list[Choice]] = {}
-        predicted = _rank_by_model(problems, device, model, top, self._limits)
+        predicted = _rank_by_model(problems, device, model, top, self.limits)
         trusts = self._trusts(problems, device, model, top, predicted)
         for problem, options, trust in zip(problems, predicted, trusts, strict=True):
             one = Choice(
@@ -359,7 +355,7 @@ class Predictor:
             return [Trust(choice.regret_bound, choice.extrapolated) for choice in best]
         trusts = [Trust(None, False)] * len(problems)
         served = [i for i, options in enumerate(predicted) if options]
-        if self._limits != UNLIMITED or not served:
+        if self.limits != UNLIMITED or not served:
             return trusts  # bounds are calibrated without limits alone
         calibrated = model.bounds.of(
             [problems[i] for i in served], model.device, [predicted[i] for i in served]

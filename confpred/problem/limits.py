@@ -82,6 +82,8 @@ class Limits:
 
     def __and__(self, other: Limits) -> Limits:
         """Return limits that keep within both; one that only one of them sets is that one's."""
+        if other is UNLIMITED:  # at nearly every launch
+            return self
 
         def least(name: str) -> Any:
             values = [getattr(self, name), getattr(other, name)]

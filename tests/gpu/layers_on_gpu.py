@@ -64,10 +64,10 @@ class OursFirst(OneByOne):
         self.chosen: list[str | None] = []
 
     def within(self, limits: Limits) -> OursFirst:
-        if limits == self._limits:
+        if limits == self.limits:
             return self
         found = OursFirst()
-        found.chosen, found._limits = self.chosen, limits
+        found.chosen, found.limits = self.chosen, limits
         return found
 
     def choose(
@@ -88,10 +88,10 @@ class PlansFirst(OneByOne):
 
     def __init__(self, limits: Limits = UNLIMITED) -> None:
         super().__init__({})
-        self._limits = limits
+        self.limits = limits
 
     def within(self, limits: Limits) -> PlansFirst:
-        return self if limits == self._limits else PlansFirst(limits)
+        return self if limits == self.limits else PlansFirst(limits)
 
     def choose(
         self, problem: Record, device: str | Device, *, max_regret: float | None = None
@@ -108,7 +108,7 @@ class PlansFirst(OneByOne):
     ) -> list[Choice]:
         here = get_device(device)
         rows = np.flatnonzero(FAMILY.listed(problem, here))
-        rows = rows[FAMILY.allowed(problem, rows, self._limits)]
+        rows = rows[FAMILY.allowed(problem, rows, self.limits)]
         rows = rows[np.argsort(~table().notes["tensor_core"][rows], kind="stable")]
         found = [Candidate(FAMILY.name, row) for row in rows[:top].tolist()]
         choices = [Choice(problem, here.key, "pinned", candidate) for candidate in found]
