@@ -85,21 +85,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 if sys.version_info < (3, 12) and not TYPE_CHECKING:
 
-    class cached_property:  # noqa: N801
+    class cached_property(cached_property):  # noqa: N801
         """`functools.cached_property` as Python has it from 3.12 on: without the lock that all
         objects of a class share, and that a child finds locked where a thread was computing."""
 
         def __init__(self, compute: Callable[[Any], Any]) -> None:
-            self._compute, self.__doc__ = compute, compute.__doc__
-
-        def __set_name__(self, owner: type, name: str) -> None:
-            self._name = name
-
-        def __get__(self, instance: Any, owner: type | None = None) -> Any:
-            if instance is None:
-                return self
-            value = instance.__dict__[self._name] = self._compute(instance)
-            return value
+            super().__init__(compute)
+            self.lock = contextlib.nullcontext()
 
 
 class PerProcess(Generic[Made]):
