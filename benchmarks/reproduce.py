@@ -117,6 +117,7 @@ def results() -> None:
             confpred("evaluate", *judged, "--json", out, "--force")
     for module in (
         "benchmarks.model.chain_choices",
+        "benchmarks.model.layer_kinds",
         "benchmarks.kernels.shares",
         "benchmarks.tables",
     ):

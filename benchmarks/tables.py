@@ -233,7 +233,7 @@ _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
 #: Table -> its result files, and the function that makes it; for each device a table of its own.
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "sampling-plans": (("sampling_plans.json",), sampling_plans),
-    "layer-kinds": (("layer_kinds.json",), partial(layer_kinds, markdown=markdown)),
+    "layer-kinds": (("layer_kinds.json",), layer_kinds),
 } | {name: (files, partial(make, markdown=markdown)) for name, (files, make) in OF_NETWORKS.items()}
 
 

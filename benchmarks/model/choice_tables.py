@@ -42,7 +42,7 @@ def holdout(results: Results) -> str:
     )
 
 
-def layer_kinds(result: dict[str, Any], markdown: Any) -> str:
+def layer_kinds(result: dict[str, Any]) -> str:
     """Tabulate how many times as fast choices for kinds of layers are as PyTorch's operator."""
     directions = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "filter gradient"}
     kinds: dict[str, dict[str, Any]] = {}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import (
-    DATASETS,
     HOLDOUT,
     RESULTS,
     measured,
@@ -58,7 +57,7 @@ def kind_of(problem: Any) -> str:
 
 def judged(device: str) -> list[dict[str, Any]]:
     """Return a row for each kind and direction, on `device`."""
-    everything = read_dataset([measured(d, DATASETS) for d in measured_devices()], device)
+    everything = read_dataset([measured(d) for d in measured_devices()], device)
     rows = []
     for suite in SUITES:
         paths = [measured(device, HOLDOUT / suite)]
