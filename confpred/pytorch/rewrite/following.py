@@ -131,10 +131,9 @@ def is_gradient(node: fx.Node, name: str, argument: fx.Node, result: fx.Node) ->
     if row is None or node.target is not getattr(aten, row.operator).default:
         return False
     # Its arguments: the gradient of the result, the saved tensor, and numbers.
-    saved, numbers = source_of(node.args[1]), tuple(node.args[2:])
-    return (saved is (result if row.saves_output else argument) and numbers == row.arguments) or (
-        saved is result and numbers == row.in_place
-    )
+    given = source_of(node.args[1]), tuple(node.args[2:])
+    saved = result if row.saves_output else argument
+    return given in ((saved, row.arguments), (result, row.in_place))
 
 
 def first_result(norm: fx.Node) -> fx.Node | None:

@@ -198,13 +198,13 @@ def drop_round_trips(graph: fx.Graph) -> None:
         return node.args[1] if is_inner else None
 
     for node in graph.nodes:
-        source, is_view_alone = source_of(node), node.target is aten.reshape.default
-        while source is not None:
-            is_same = not is_view_alone and is_alike(val_of(source), val_of(node))
-            if is_same and keepers.isdisjoint(node.users):
-                node.replace_all_uses_with(source)
-                break
-            source, is_view_alone = source_of(source), False
+        source = source_of(node)
+        if node.target is aten.reshape.default:  # one alone is no way back
+            source = source_of(source)
+        while source is not None and not is_alike(val_of(source), val_of(node)):
+            source = source_of(source)
+        if source is not None and keepers.isdisjoint(node.users):
+            node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
 
 
