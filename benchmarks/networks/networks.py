@@ -2,7 +2,7 @@
 
     python -m benchmarks.networks.networks [--suite tuned|broad] [--networks A,B]
         [--modes inference,training] [--batches 1,16,128] [--ways eager,again,optimize]
-        [--budget SECONDS] [--resume] [--gpus N]
+        [--budget SECONDS] [--resume] [--gpus N] [--ahead N]
 
 The suite *tuned* is of timm's networks on images of 224 x 224, which confpred was developed with;
 *broad* is of ten kinds of networks that it was not (`benchmarks.networks.broad_models`), with
@@ -16,7 +16,10 @@ way; *GPU time* is that of one CUDA graph of the whole step. ``again`` is eager 
 is the noise. Each way's first output, in training all gradients, is compared with float32; a way
 that is much further from it than eager PyTorch is recorded as an error. *First step* is the first
 call, compilation included. Kernels that an earlier process compiled are in the caches; with
-``--cold`` the caches are empty, and the result is ``networks_cold.json``.
+``--cold`` the caches are empty, and the result is ``networks_cold.json``. Most of a run's time is
+compilation, so ``--ahead N`` fills the caches alone, by N processes at once on each GPU; what
+Inductor chose meanwhile by timing is thrown away, as the processes disturbed one another. A run
+after it says ``--compiled``: its first steps find full caches.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -180,9 +183,36 @@ def merged(
 
 
 def measure(told: argparse.Namespace) -> None:
-    """Measure the suite that is asked for."""
+    """Measure the suite that is asked for, or compile it."""
     name = "broad" if told.suite == "broad" else "networks"
-    run(name + "_cold" * told.cold, tasks_of, told)
+    if told.ahead:
+        path = told.out / f"{name}.json"
+        compile_ahead(tasks_of(told, json.loads(path.read_text()) if path.exists() else {}), told)
+    else:
+        run(name + "_cold" * told.cold, tasks_of, told)
+
+
+def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> None:
+    """Run each task's compiled ways once, and forget which of Inductor's configs were fastest."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    deadline = time.time() + told.budget
+
+    def once(index: int, task: dict[str, Any]) -> None:
+        ways = [way for way in task["ways"] if way not in ("eager", "again")]
+        alone = task | {"ways": ways, "rounds": 1, "turn_s": 0.0}
+        left = deadline - time.time()
+        if left < LEAST_S:
+            return
+        begun = time.time()
+        found, error = Started(alone, cold=False, gpu=index % told.gpus).finish(left)
+        print(*(task[k] for k in KEY[:3]), f"{time.time() - begun:.0f} s", not found and error)
+
+    with ThreadPoolExecutor(told.ahead * told.gpus) as threads:
+        for done in [threads.submit(once, *numbered) for numbered in enumerate(tasks)]:
+            done.result()
+    for kept in Path(cache_dir()).rglob("*.best_config"):
+        kept.unlink()
 
 
 def run(
@@ -197,6 +227,7 @@ def run(
     deadline = time.time() + told.budget
     facts = provenance("torch", "timm", gpu=told.device == "cuda")
     facts |= {"gpus": told.gpus} if told.gpus > 1 else {}
+    facts |= {"compiled": "ahead"} if told.compiled else {}
     waiting, lock = deque(tasks_of(told, result)), Lock()
 
     def start(gpu: int) -> tuple[dict[str, Any], Started] | None:
@@ -287,6 +318,10 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=0.05, help="seconds of a turn")
     parser.add_argument("--resume", action="store_true", help="leave out what is recorded")
+    parser.add_argument(
+        "--ahead", type=int, default=0, metavar="N", help="only compile, by N processes on a GPU"
+    )
+    parser.add_argument("--compiled", action="store_true", help="record that caches are full")
     parser.add_argument("--cold", action="store_true", help="with empty caches of kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
     parser.add_argument("--size", type=int, default=224, help="of images; other sizes are a trial")

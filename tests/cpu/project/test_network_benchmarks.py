@@ -110,6 +110,21 @@ def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow(reason="two networks are captured beside each other")
+def test_what_is_compiled_ahead_is_not_measured(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "inductor" / "ab" / "kernel.best_config"
+    chosen.parent.mkdir(parents=True)
+    chosen.write_text("{}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "confpred"))
+    words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
+    _trial(repository, tmp_path, networks, f"{words} --ahead 2")
+    assert not (tmp_path / "out").exists()
+    assert not chosen.exists()
+
+
 # Tables
 
 
