@@ -66,6 +66,8 @@ def main() -> None:
     setting = Setting(task["network"], task["mode"], task["batch"], shape, task["device"])
     model = lively_network(setting)
     torch.backends.cudnn.benchmark = True
+    if "tried_plans" in task:
+        torch.backends.cudnn.benchmark_limit = task["tried_plans"]
     found = measure(
         subject_of(setting, model), {way: ALL_WAYS[way] for way in task["ways"]},
         rounds=task["rounds"], turn_s=task["turn_s"], say=say,

@@ -200,7 +200,7 @@ def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> 
 
     def once(index: int, task: dict[str, Any]) -> None:
         ways = [way for way in task["ways"] if way not in ("eager", "again")]
-        alone = task | {"ways": ways, "rounds": 1, "turn_s": 0.0}
+        alone = task | {"ways": ways, "rounds": 1, "turn_s": 0.0, "tried_plans": 1}
         left = deadline - time.time()
         if left < LEAST_S:
             return
