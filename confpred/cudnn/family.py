@@ -147,6 +147,11 @@ def largest_error(problem: Problem | ConvNd, *, tf32: bool) -> float:
     return float(_ERROR[kind] + _ERROR_A_ROOT[kind] * terms**0.5)
 
 
+#: Least channels of a group, in and out, for which plans of two-dimensional grouped layers are
+#: offered: below, kernels of ours are several times as fast.
+_LEAST_GROUP = 64
+
+
 class CudnnPlans:
     """The plans for the problems of one operation, from a file of them and of their tiles."""
 
@@ -172,6 +177,9 @@ class CudnnPlans:
         """
         plans = self._table()
         offered = plans.kinds.get(kind_of(problem))
+        is_grouped = isinstance(problem, Problem) and problem.grouping == "grouped"
+        if is_grouped and min(problem.c, problem.k) < _LEAST_GROUP * problem.groups:
+            offered = None
         if offered is None:
             return np.zeros(len(plans.configs), np.bool_)
         inexact = [engine for direction, engine in _INEXACT if direction == problem.direction]
