@@ -15,11 +15,13 @@ timed in it, in turns (`confpred.pytorch.ways`). *Wall time* is of the step as a
 way; *GPU time* is that of one CUDA graph of the whole step. ``again`` is eager once more: its ratio
 is the noise. Each way's first output, in training all gradients, is compared with float32; a way
 that is much further from it than eager PyTorch is recorded as an error. *First step* is the first
-call, compilation included. Kernels that an earlier process compiled are in the caches; with
-``--cold`` the caches are empty, and the result is ``networks_cold.json``. Most of a run's time is
-compilation, so ``--ahead N`` fills the caches alone, by N processes at once on each GPU; what
-Inductor chose meanwhile by timing is thrown away, as the processes disturbed one another. A run
-after it says ``--compiled``: its first steps find full caches.
+call, compilation included; a way finds what those before it compiled. So ``--first`` measures first
+steps alone, each way in a process of its own, by the kernels that earlier processes compiled
+(``networks_first.json``), or with ``--cold`` by empty caches (``networks_cold.json``).
+
+Most of a run's time is compilation, so ``--ahead N`` fills the caches alone, by N processes at once
+on each GPU; what Inductor chose meanwhile by timing is thrown away, as the processes disturbed one
+another. A run after it says ``--compiled``: its first steps find full caches.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -171,7 +173,8 @@ def merged(
     """Return `old` with the rows of `new` in place of those of the same key; `facts` is the
     provenance of the new ones."""
     runs = dict(old.get("runs", {}))
-    name = next((n for n, known in runs.items() if known == facts), str(len(runs) + 1))
+    free = str(1 + max(map(int, runs), default=0))  # not their count: runs without rows are left out
+    name = next((n for n, known in runs.items() if known == facts), free)
     runs[name] = facts
     rows = {tuple(row[k] for k in KEY): row for row in old.get("rows", ())}
     rows |= {tuple(row[k] for k in KEY): row | {"run": name} for row in new}
@@ -189,7 +192,7 @@ def measure(told: argparse.Namespace) -> None:
         path = told.out / f"{name}.json"
         compile_ahead(tasks_of(told, json.loads(path.read_text()) if path.exists() else {}), told)
     else:
-        run(name + "_cold" * told.cold, tasks_of, told)
+        run(name + ("_cold" if told.cold else "_first" * told.first), tasks_of, told)
 
 
 def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> None:
@@ -262,8 +265,10 @@ def run(
 
 
 def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a task a process: each batch, network and mode, without what `result` has."""
-    known = {tuple(row[k] for k in KEY[:3]) for row in result.get("rows", ())}
+    """Return a task a process: each batch, network and mode, of first steps each way, without what
+    `result` has."""
+    known = {tuple(row[k] for k in KEY) for row in result.get("rows", ()) if told.resume}
+    apart = told.first or told.cold
     steps: list[tuple[str, str, int, tuple[int, ...]]]
     if told.suite == "broad":
         steps = [
@@ -273,20 +278,17 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
         shape = (3, told.size, told.size)
         each = ((b, n, m) for b in told.batches for n in told.networks for m in MODES)
         steps = [(n, m, b, shape) for b, n, m in each]
-    return [
-        {
-            "network": network,
-            "mode": mode,
-            "batch": batch,
-            "shape": shape,
-            "ways": [w for w in told.ways if w != "freeze" or mode == "inference"],
-            "device": told.device,
-            "rounds": told.rounds,
-            "turn_s": told.turn,
-        }
-        for network, mode, batch, shape in steps
-        if mode in told.modes and not (told.resume and (network, mode, batch) in known)
-    ]
+    tasks = []
+    for network, mode, batch, shape in steps:
+        if mode not in told.modes:
+            continue
+        where = {"network": network, "mode": mode, "batch": batch, "shape": shape}
+        where |= {"device": told.device, "rounds": told.rounds, "turn_s": told.turn}
+        ways = [w for w in told.ways if w != "freeze" or mode == INFERENCE]
+        for some_ways in [[way] for way in ways] if apart else [ways]:
+            if not any((network, mode, batch, way) in known for way in some_ways):
+                tasks.append(where | {"ways": some_ways})
+    return tasks
 
 
 def some(allowed: Collection[str]) -> Callable[[str], list[str]]:
@@ -322,11 +324,14 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--ahead", type=int, default=0, metavar="N", help="only compile, by N processes on a GPU"
     )
     parser.add_argument("--compiled", action="store_true", help="record that caches are full")
-    parser.add_argument("--cold", action="store_true", help="with empty caches of kernels")
+    parser.add_argument("--first", action="store_true", help="first steps alone")
+    parser.add_argument("--cold", action="store_true", help="the same with empty caches of kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
     parser.add_argument("--size", type=int, default=224, help="of images; other sizes are a trial")
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
     told = parser.parse_args(words)
+    if told.first or told.cold:
+        told.rounds, told.turn = 1, 0.001
     of_suite = BROAD if told.suite == "broad" else NETWORKS
     told.networks = [n for n in told.networks or of_suite if n in of_suite]
     trial = told.device == "cpu" or told.size != 224

@@ -99,6 +99,16 @@ def test_plans_of_any_rank_are_correct(
     assert any(o.status == "ok" for o in outcomes), outcomes
 
 
+def test_a_plan_that_only_slow_heuristics_offer_is_correct(device: Device) -> None:
+    layer = Problem(2, 256, 34, 34, 256, 3, 3, padding=1, groups=2, direction="dgrad")
+    rows = np.flatnonzero(FAMILY.listed(layer, device))
+    driver.make_current(0)
+    usual = Graph(layer, plans_module.USUAL, handle=_handle(0))
+    rare = [int(row) for row in rows if usual.place(FAMILY._dict(row)) is None]
+    assert rare
+    assert {o.status for o in check(layer, FAMILY, rare, ordinal=0)} == {"ok"}
+
+
 def test_what_is_listed_without_a_gpu_is_offered_on_it(device: Device) -> None:
     problem = Problem(8, 64, 56, 56, 64, 3, 3, padding=1)
     on_paper = set(Graph.without_gpu(problem, device).names)

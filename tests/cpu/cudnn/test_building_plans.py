@@ -120,6 +120,22 @@ def test_a_plan_that_was_slow_to_build_is_loaded_outside_of_a_capture(
     assert cudnn.asked == [("handle", True), ("build", True), ("kept [1, 2, 3]", True)]
 
 
+def test_all_heuristics_are_asked_where_the_usual_ones_do_not_offer_a_plan(
+    cudnn: Noting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def listed(_: Any, heuristics: tuple[str, ...], **__: Any) -> Noting:
+        asked.append(heuristics)
+        place = 0 if "B" in heuristics else None
+        monkeypatch.setattr(Noting, "place", lambda *_: place)
+        return cudnn
+
+    monkeypatch.setattr(plans_module, "Graph", listed)
+    Plans(LAYER, 0, KernelCache(tmp_path)).build(PLAN)
+    assert asked == [plans_module.USUAL, plans_module.EVERY]
+
+
 def test_without_a_handle_there_are_no_plans(cudnn: Noting, tmp_path: Path) -> None:
     cudnn.has_handles = False
     with pytest.raises(LaunchError, match="no handle: CUDNN_STATUS_NOT_INITIALIZED"):

@@ -67,7 +67,7 @@ class Noting:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("data_type", "heur_mode", "HALF", "FLOAT", "A", "FALLBACK"):
+        if name in ("data_type", "heur_mode", "HALF", "FLOAT", "A", "B", "FALLBACK"):
             return self
 
         def note(*values: Any, **named: Any) -> Noting:

@@ -51,6 +51,9 @@ def test_a_later_run_replaces_its_own_rows_only() -> None:
     assert both["commit"] == "def"
     last = networks.merged(both, [_row("a", "eager", 1.1)], later)
     assert [facts["commit"] for facts in last["runs"].values()] == ["def"]
+    third = networks.merged(last, [_row("c", "eager", 1.2)], FACTS | {"commit": "ghi"})
+    commits = [third["runs"][row["run"]]["commit"] for row in third["rows"]]
+    assert commits == ["def", "def", "def", "def", "ghi"]
 
 
 def test_an_error_takes_the_place_of_a_figure() -> None:
@@ -190,6 +193,15 @@ def test_the_broad_suite_has_batches_and_shapes_of_its_own() -> None:
     ]  # fmt: skip
     assert sum(len(kind.steps) for kind in networks.BROAD.values()) >= 30
     assert len({kind.kind for kind in networks.BROAD.values()}) >= 10
+
+
+def test_first_steps_alone_take_a_process_each() -> None:
+    words = ["--networks", "resnet50", "--modes", "training", "--batches", "1", "--resume"]
+    told = networks.parsed([*words, "--ways", "eager,optimize", "--first"])
+    row = {"network": "resnet50", "mode": "training", "batch": 1}
+    tasks = networks.tasks_of(told, {"rows": [row | {"way": "eager"}]})
+    assert [(task["ways"], task["rounds"]) for task in tasks] == [(["optimize"], 1)]
+    assert [task["ways"] for task in networks.tasks_of(told, {})] == [["eager"], ["optimize"]]
 
 
 def test_a_way_without_a_part_is_not_a_graph_that_was_kept_with_it(
