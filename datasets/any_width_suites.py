@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -98,13 +98,16 @@ def suites(seed: int) -> tuple[Suite, Suite]:
     )
 
 
-def layers_of_networks() -> dict[str, list[Problem]]:
-    """Return the layers of each network that the families of any width serve, at a batch of 1."""
+def layers_of_networks(
+    serves: Callable[[Problem], bool] = anywidth.handles,
+) -> dict[str, list[Problem]]:
+    """Return the layers of each network that the families of any width, or what `serves` says,
+    serve, at a batch of 1."""
     found: dict[str, list[Problem]] = defaultdict(list)
     for name, layers in json.loads(NETWORKS.read_text())["networks"].items():
         for fields in layers:
             layer = Problem.from_json({k: v for k, v in fields.items() if k != "count"} | {"n": 1})
-            if anywidth.handles(layer):
+            if serves(layer):
                 found[name].append(layer)
     return dict(found)
 

@@ -51,9 +51,8 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     """Tabulate the default way on networks of many kinds, over eager and over what PyTorch offers:
     its compiler with CUDA graphs in wall time, its compiler in GPU time."""
     heads = (
-        "networks", "steps", "wall time over eager: geomean", "least",
-        "over `reduce-overhead`: geomean", "least", "GPU time over Inductor: geomean", "least",
-        "eager over itself",
+        "networks: geomean, least", "steps", "wall time over eager", "over `reduce-overhead`",
+        "GPU time over Inductor", "eager over itself",
     )  # fmt: skip
     fields = ("over_eager", "over_reduce-overhead", "graph_over_compile")
     rows = result["rows"]
@@ -63,7 +62,7 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     groups |= {f"all, {mode}": [r for r in rows if r["mode"] == mode] for mode in MODES}
     cells = []
     for name, group in groups.items():
-        means = [c for field in fields for c in _mean_and_least(_values(group, "optimize", field))]
+        means = [_pair(_values(group, "optimize", field)) for field in fields]
         counted = _count(group, "optimize")
         cells.append((name, counted if counted != "0" else "", *means, _noise(group)))
     return _filled(heads, cells, markdown)
@@ -109,8 +108,8 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
     """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
     names = ("eager", "optimize", "inductor=False", "compile")
     shown = {"eager": "eager"} | WAYS
-    heads = ["step"]
-    heads += [f"first step, {shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
+    heads = ["first step of"]
+    heads += [f"{shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
     heads += [f"memory over eager, {name}: geomean, most" for name in WAYS.values()]
     results = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
     rows = []
@@ -212,6 +211,10 @@ def _mean_and_least(values: Sequence[float]) -> list[str]:
     if not values:
         return ["", ""]
     return [f"{statistics.geometric_mean(values):.2f}x", f"{min(values):.2f}x"]
+
+
+def _pair(values: Sequence[float]) -> str:
+    return ", ".join(_mean_and_least(values)) if values else ""
 
 
 def _shown(row: Row, field: str, form: str = "{:.2f}x") -> str:

@@ -173,7 +173,7 @@ def merged(
     """Return `old` with the rows of `new` in place of those of the same key; `facts` is the
     provenance of the new ones."""
     runs = dict(old.get("runs", {}))
-    free = str(1 + max(map(int, runs), default=0))  # not their count: runs without rows are left out
+    free = str(1 + max(map(int, runs), default=0))  # not their count: some runs have no row left
     name = next((n for n, known in runs.items() if known == facts), free)
     runs[name] = facts
     rows = {tuple(row[k] for k in KEY): row for row in old.get("rows", ())}

@@ -148,7 +148,7 @@ def largest_error(problem: Problem | ConvNd, *, tf32: bool) -> float:
 
 
 #: Least channels of a group, in and out, for which plans of two-dimensional grouped layers are
-#: offered: below, kernels of ours are several times as fast.
+#: offered: below, kernels of the package are several times as fast.
 _LEAST_GROUP = 64
 
 

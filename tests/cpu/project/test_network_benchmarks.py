@@ -249,7 +249,7 @@ def test_the_broad_suite_is_shown_by_kind_and_by_step() -> None:
             "reduce-overhead": {"peak_mb": 100.0},
         }.items()
     ]  # fmt: skip
-    numbers = "1 | 2.00x | 2.00x | 1.20x | 1.20x | 1.10x | 1.10x | 1.00x to 1.00x |"
+    numbers = "1 | 2.00x, 2.00x | 1.20x, 1.20x | 1.10x, 1.10x | 1.00x to 1.00x |"
     assert _lines("broad", {"rows": rows}) == [
         f"| {n} | {numbers}" for n in ("detection", "all, inference")
     ]
