@@ -40,6 +40,7 @@ from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, tuning, verify
 from confpred.pytorch.run.graphs import (
     GraphMemory,
+    converting,
     make_replayable,
     memory_of_inference,
     why_no_graph,
@@ -97,7 +98,7 @@ class Lowered:
     """A pass as it is started, without the program that runs it.
 
     Attributes:
-        kind, static, written, visible: as of `confpred.pytorch.run.graphs.Graphed`.
+        kind, static, written, visible, dtypes: as of `confpred.pytorch.run.graphs.Graphed`.
         strides: of its inputs, as of `confpred.pytorch.rewrite.inductor.compile_pass`.
         ordinal: the CUDA device, or None.
         why: why it cannot become a CUDA graph, in words; None if it can.
@@ -111,6 +112,7 @@ class Lowered:
     strides: dict[int, tuple[int, ...]]
     ordinal: int | None
     why: str | None
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     norms: list[Site] = field(default_factory=list)
     folds: list[fusing.Fold] = field(default_factory=list)
@@ -349,13 +351,16 @@ class Compiler:
         """Compile the backward pass, whose saved tensors stay where they are."""
         from torch._inductor.utils import count_tangents  # counts all other inputs
 
+        dtypes: dict[int, torch.dtype] = {}
         with self.capture.compiling("the backward pass is rewritten"):
-            self._finish(gm, ())
-            return self._run(gm, range(count_tangents(gm)), inputs, "backward")
+            convert = partial(passes.leave_conversions, dtypes, self.inductor)
+            if not passes.attempt(gm, [passes.drop_copies, convert]):
+                dtypes.clear()
+            return self._run(gm, range(count_tangents(gm)), inputs, "backward", dtypes=dtypes)
 
     def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
-        """Rewrite a pass of a graph with gradients, after the cut; `parameters` are indices of its
-        static inputs, none in a backward pass."""
+        """Rewrite a forward pass of a graph with gradients, after the cut; `parameters` are indices
+        of its static inputs."""
         convert = partial(passes.convert_together, parameters)
         self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
 
@@ -391,7 +396,7 @@ class Compiler:
 
     def _run(
         self, gm: fx.GraphModule, static: Sequence[int], inputs: Sequence[Any], kind: str,
-        visible: int | None = None,
+        visible: int | None = None, dtypes: dict[int, torch.dtype] | None = None,
     ) -> Any:  # fmt: skip
         """Return a function that runs `gm`, of which `inputs` are fake or example inputs; the other
         arguments are those of `Graphed`."""
@@ -412,7 +417,7 @@ class Compiler:
         lowered = Lowered(
             kind, list(static), written, visible, strides, ordinal,
             (passes.why_not_copied(gm.graph, static) or why_no_graph(gm, static, written))
-            if replays else None,
+            if replays else None, dtypes or {},
         )  # fmt: skip
         if kind != "backward":
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
@@ -431,11 +436,13 @@ class Compiler:
             run = inductor.accept_any_layout(program, lowered.strides, lowered.written)
         if not self.options.graphs or ordinal is None:
             record.reasons.add("without a GPU" if ordinal is None else "as graphs=False")
+            run = converting(run, lowered.dtypes)
         else:
             memory = memory_of_inference(ordinal) if kind == "inference" else self.memory
             run = make_replayable(
                 lowered.why, run, memory=memory, device=ordinal, static=lowered.static,
                 written=lowered.written, visible=lowered.visible, kind=kind, reasons=record.reasons,
+                dtypes=lowered.dtypes,
             )  # fmt: skip
         record.run = ref(run)
         run.confpred_capture = self.capture  # keeps it alive as long

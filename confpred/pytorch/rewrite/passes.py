@@ -31,6 +31,11 @@ _EAGER_NORM = aten._batch_norm_with_update_functional.default
 _PURE = ("aten", "prims", "prim", "confpred", "torchvision")
 #: Higher-order operators that do more than compute.
 _IMPURE = ("call_torchbind", "invoke_leaf_function", "print", "with_effects")
+#: Operators whose results Inductor does not compute itself.
+_LIBRARY = (
+    "aten.mm.default", "aten.addmm.default", "aten.bmm.default",
+    "aten.convolution_backward.default", "confpred.conv2d_backward.default",
+)  # fmt: skip
 #: Operators that may convert a tensor to another dtype.
 CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
@@ -349,30 +354,46 @@ def describe_tensors(graph: fx.Graph) -> None:
 
 def convert_together(parameters: Sequence[int], graph: fx.Graph) -> None:
     """Convert parameters, the inputs at the indices `parameters`, to another dtype before all else,
-    by one call for all of the same dtypes and device. A graph without parameters, such as a
-    backward pass, has its results converted so, after all else. A conversion alone is a launch, of
-    a microsecond or two where the tensor is small."""
-    output, inputs = graph.output_node(), graph.find_nodes(op="placeholder")
+    by one call for all of the same dtypes and device. A conversion alone is a launch, of a
+    microsecond or two where the tensor is small."""
+    inputs = graph.find_nodes(op="placeholder")
     parameter_nodes = {inputs[i] for i in parameters}
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in list(graph.nodes):
-        if node.target not in CONVERSIONS:
+        if node.target not in CONVERSIONS or node.args[0] not in parameter_nodes:
             continue
-        first = node.args[0] in parameter_nodes
-        last = not parameter_nodes and node.users.keys() == {output}
-        if (first or last) and _only_converts(node):
+        if _only_converts(node):
             source, made = val_of(node.args[0]), val_of(node)
-            groups.setdefault((first, source.dtype, made.dtype, made.device), []).append(node)
-    for (first, _, dtype, _), nodes in groups.items():
+            groups.setdefault((source.dtype, made.dtype, made.device), []).append(node)
+    for (_, dtype, _), nodes in groups.items():
         if len(nodes) < 2:
             continue
-        with graph.inserting_after(inputs[-1]) if first else graph.inserting_before(output):
+        with graph.inserting_after(inputs[-1]):
             arguments = ([node.args[0] for node in nodes], dtype)
             made = graph.call_function(torch.ops.confpred.convert.default, arguments)
         made.meta["val"] = [val_of(node) for node in nodes]
         for index, node in enumerate(nodes):
             node.replace_all_uses_with(result_of(made, index))
             graph.erase_node(node)
+
+
+def leave_conversions(dtypes: dict[int, torch.dtype], compiled: bool, graph: fx.Graph) -> None:
+    """Let a backward pass return gradients before they are converted to their parameters' dtype,
+    and enter this into `dtypes`, by the index of the result: a replay copies them out, and converts
+    them on the way. Gradients that Inductor computes, if it compiles the pass, are converted as
+    they are written."""
+    output = graph.output_node()
+    results = list(output.args[0])
+    for place, node in enumerate(results):
+        if not isinstance(node, fx.Node) or node.target not in CONVERSIONS:
+            continue
+        owner = owner_of(node.args[0])
+        made_by = owner.args[0] if owner.target is operator.getitem else owner
+        kept = owner.op == "placeholder" or (compiled and str(made_by.target) not in _LIBRARY)
+        if not kept and _only_converts(node):
+            dtypes[place], results[place] = val_of(node).dtype, node.args[0]
+    output.args = (type(output.args[0])(results),)
+    graph.eliminate_dead_code()
 
 
 def _only_converts(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ A captured function (a forward pass and its backward pass, or an inference pass)
 second call, and replayed at that and all later ones. A replay overwrites the one before:
 
     inputs        parameters are read where they are; others are copied into the graph's memory
-    results       those that the caller sees are copied out
+    results       those that the caller sees are copied out, and converted on the way
     saved tensors stay in the graph's memory, for the backward pass
 
 So a forward pass is replayed only while nobody holds a saved tensor of an earlier call, as counts
@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +38,7 @@ from confpred.problem.precision import convolutions_allow_tf32
 
 log = logging.getLogger("confpred")
 Run = Callable[[list[Any]], Any]  # runs a graph, and empties the list of inputs
+Dtypes = Mapping[int, torch.dtype]  # of results that a graph has in another one, by index
 #: Most recordings of a pass: one for each set of open sizes and switches, and after moved inputs.
 MOST_GRAPHS = 8
 #: Marks the main thread, and the threads that autograd starts for its backward passes.
@@ -121,9 +122,11 @@ class Recording:
         from_forward: ids of the inputs that the forward pass left in the graph's memory, by index.
         results: the pass' results that are no tensors, and None in place of each tensor.
         of_inputs: results in a static input's memory, by index: that input's index, their geometry.
-        sources: visible results that are copied alone, by index: each fills its storage.
+        sources: visible results that are copied alone, by index: each fills its storage. They are
+            grouped by their dtypes before and after.
         shared: storages of other visible results, copied whole, with these results by index.
         saved: results that stay in the graph's memory, with their `saved_places`.
+        unlike: dtypes of the other visible results that are to be converted.
         held: storages of these results by address, which keep other recordings away from them
             until the backward pass is recorded.
         backward: the recording of the backward pass.
@@ -138,10 +141,11 @@ class Recording:
     from_forward: dict[int, int] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     of_inputs: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    sources: dict[int, Tensor] = field(default_factory=dict)
+    sources: dict[Any, dict[int, Tensor]] = field(default_factory=dict)
     shared: list[tuple[Any, dict[int, Tensor]]] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=lambda: SavedTensors(()))
     saved_places: list[int] = field(default_factory=list)
+    unlike: dict[int, torch.dtype] = field(default_factory=dict)
     held: dict[int, Any] = field(default_factory=dict)
     backward: Recording | None = None
     is_stale: bool = False
@@ -168,11 +172,11 @@ class Recording:
                 del inputs_to_copy
             inputs.clear()
             self.graph.replay()
-            if self.sources:
-                sources = list(self.sources.values())
-                copies = [torch.empty_like(source) for source in sources]
+            for (_, dtype), found in self.sources.items():
+                sources = list(found.values())
+                copies = [torch.empty_like(source, dtype=dtype) for source in sources]
                 torch._foreach_copy_(copies, sources)
-                for place, copied in zip(self.sources, copies, strict=True):
+                for place, copied in zip(found, copies, strict=True):
                     results[place] = copied
             for storage, views in self.shared:
                 whole = storage.clone()
@@ -180,7 +184,34 @@ class Recording:
                     results[place] = _view(whole, view)
         for place, x in zip(self.saved_places, self.saved, strict=True):
             results[place] = x
-        return results
+        return _converted(results, self.unlike)
+
+
+def _converted(results: list[Any], dtypes: Dtypes) -> list[Any]:
+    """Return `results` in `dtypes`; one launch converts all that are of the same dtypes."""
+    alike: dict[Any, list[int]] = {}
+    for i, dtype in dtypes.items():
+        alike.setdefault((results[i].dtype, dtype), []).append(i)
+    with torch.no_grad():
+        for (_, dtype), places in alike.items():
+            sources = [results[i] for i in places]
+            copies = [torch.empty_like(source, dtype=dtype) for source in sources]
+            torch._foreach_copy_(copies, sources)
+            for place, copied in zip(places, copies, strict=True):
+                results[place] = copied
+    return results
+
+
+def converting(run: Run, dtypes: Dtypes) -> Run:
+    """Return a function that runs `run`, and returns its results in `dtypes`."""
+    if not dtypes:
+        return run
+
+    def call(inputs: list[Any]) -> list[Any]:
+        return _converted(list(run(inputs)), dtypes)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
@@ -193,7 +224,7 @@ def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: A
     if reason is not None:
         log.info("no CUDA graph of the %s pass: %s", kind, reason)
         arguments["reasons"].add(f"as {reason}")
-        return plain
+        return converting(plain, arguments["dtypes"])
     return Graphed(plain, kind=kind, **arguments)
 
 
@@ -233,6 +264,7 @@ class Graphed:
         visible: how many results, from the first on, the caller sees; None for all.
         kind: ``inference``, ``forward`` or ``backward``.
         reasons: filled with why calls ran without a graph.
+        dtypes: of results that `plain` returns in another one.
 
     Attributes:
         replays: how many calls were replayed.
@@ -241,9 +273,11 @@ class Graphed:
     def __init__(
         self, plain: Run, *, memory: GraphMemory, device: int, static: Sequence[int],
         written: Sequence[int], visible: int | None, kind: str, reasons: set[str],
+        dtypes: Dtypes,
     ) -> None:  # fmt: skip
         self._boxed_call = True  # PyTorch's wrappers copy this from the instance
-        self._plain, self._visible, self._kind = plain, visible, kind
+        self._recorded, self._plain = plain, converting(plain, dtypes)
+        self._dtypes, self._visible, self._kind = dtypes, visible, kind
         self._memory, self._device = memory, device
         self._static, self._written = set(static), frozenset(written)
         self._sizes: list[int] | None = None  # indices of inputs that are open sizes
@@ -352,7 +386,7 @@ class Graphed:
                     if x.numel():
                         places[address] = i
                 held.clear()
-                self._locate_results(recording, inputs, list(self._plain(args)), places)
+                self._locate_results(recording, inputs, list(self._recorded(args)), places)
         except Exception as error:
             return Recording(None, switches, f"as it cannot be recorded: {first_line(error)}")
         self._memory.graphs.add(graph)
@@ -365,6 +399,7 @@ class Graphed:
         `inputs` by the address of their storage."""
         visible = len(results) if self._visible is None else self._visible
         by_storage: dict[int, dict[int, Tensor]] = {}
+        recording.unlike = dict(self._dtypes)
         recording.results = [None if isinstance(x, Tensor) else x for x in results]
         for place, x in enumerate(results):
             if not isinstance(x, Tensor):
@@ -392,7 +427,8 @@ class Graphed:
                 like = {i: _view(alias, view) for i, view in views.items()}
                 recording.shared.append((alias, like))
             else:
-                recording.sources[place] = _view(alias, x)
+                dtypes = x.dtype, recording.unlike.pop(place, x.dtype)
+                recording.sources.setdefault(dtypes, {})[place] = _view(alias, x)
 
 
 def _view(storage: Any, like: Tensor) -> Tensor:

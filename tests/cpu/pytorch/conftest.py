@@ -28,6 +28,7 @@ from confpred.problem.norm_of_groups import Norm
 from confpred.problem.record import Record
 from confpred.pytorch import backend
 from confpred.pytorch.run import choosing, convolve, loading
+from confpred.pytorch.run.graphs import converting
 
 if torch.__version__ < "2.10":  # which keeps no graph of another backend
     collect_ignore = ["test_graph_cache.py"]
@@ -99,7 +100,7 @@ class Captured:
 
     def make_replayable(self, reason: str | None, plain: Any, *, kind: str, **told: Any) -> Any:
         self.passes.append(Pass(kind, self._gm, told))
-        return plain
+        return converting(plain, told["dtypes"])
 
     def of(self, kind: str) -> Pass:
         """Return the only pass of a kind."""

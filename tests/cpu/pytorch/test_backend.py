@@ -107,7 +107,8 @@ PASSES = [
     ("passes", "drop_copies", False), ("fusing", "fuse", False),
     ("training", "lower_convolutions", False), ("normalising", "lower_norms", False),
     ("passes", "restore_eager_batch_norms", False),
-    ("passes", "convert_together", False), ("passes", "update_in_place", False),
+    ("passes", "convert_together", False), ("passes", "leave_conversions", False),
+    ("passes", "update_in_place", False),
     ("inductor", "decompose", True), ("inductor", "compile_pass", True),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_they_lie_in_the_memory_that_they_are_made_from() -> None:
 def test_a_result_that_repeats_its_memory_is_copied_with_it() -> None:
     graphed = Graphed(
         list, memory=GraphMemory(), device=0, static=(), written=(), visible=None,
-        kind="inference", reasons=set(),
+        kind="inference", reasons=set(), dtypes={},
     )  # fmt: skip
     recording = Recording(None, ())
     repeated = torch.arange(2.0)[:1].expand(2)  # as many elements as its memory has
@@ -98,4 +99,24 @@ def test_a_result_that_repeats_its_memory_is_copied_with_it() -> None:
     graphed._locate_results(recording, [], [repeated, torch.ones(3), overlapping], {})
     strides = [{i: x.stride() for i, x in like.items()} for _, like in recording.shared]
     assert strides == [{0: (0,)}, {2: (1, 1)}]
-    assert [*recording.sources] == [1]
+    assert [[*found] for found in recording.sources.values()] == [[1]]
+
+
+def test_results_are_converted_as_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = dict.fromkeys(range(3), torch.float32)
+    graphed = Graphed(
+        list, memory=GraphMemory(), device=0, static=(), written=(), visible=None,
+        kind="backward", reasons=set(), dtypes=wanted,
+    )  # fmt: skip
+    recording = Recording(SimpleNamespace(replay=lambda: None), ())
+    whole = torch.arange(6.0).half().view(2, 3).t()
+    shared = torch.arange(4.0).half()
+    made = [whole, shared[:2], shared[2:], torch.ones(2), torch.ones(2).half()]
+    graphed._locate_results(recording, [], made, {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    for results in (recording.replay([], GraphMemory(), 0), graphed._plain(made)):
+        assert [x.dtype for x in results] == [torch.float32] * 4 + [torch.float16]
+        assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(results, made, strict=True))
+        assert results[0].stride() == whole.stride()
+        kept = [x.data_ptr() for x in made]
+        assert not any(x.data_ptr() in kept for x in results[:3])

@@ -187,7 +187,7 @@ def test_replays_and_reasons_are_counted() -> None:
     memory = backend.GraphMemory()
     run = graphs.Graphed(
         list, memory=memory, device=0, static=(), written=(), visible=None, kind="inference",
-        reasons=reasons,
+        reasons=reasons, dtypes={},
     )  # fmt: skip
     made = status.Pass("inference", reasons, "Inductor", status.ref(run))
     assert made.replay() == "CUDA graph, recorded at the second call"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from network_blocks import BACKWARD, BLOCKS, CONV, FOLD, LAST, PLAIN, Around, images, made
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from confpred.problem.norm import BatchNorm
 from confpred.problem.record import Record
@@ -73,16 +73,28 @@ def norms_are_pytorchs(problem: Record) -> bool:
     return not isinstance(problem, BatchNorm)
 
 
-def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters' and gradients' alike; the numbers are the same to the bit."""
-    graphs: list[list[str]] = []
-    update = passes.update_in_place
+def test_parameters_are_converted_together_and_gradients_as_they_are_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The numbers are the same to the bit."""
+    forward, backward = passes.convert_together, passes.leave_conversions
+    graphs: dict[str, list[str]] = {}
+    dtypes: list[Any] = []
 
-    def seen(graph):
-        graphs.append([str(node.target) for node in graph.nodes if node.op == "call_function"])
-        return update(graph)
+    def targets(graph: fx.Graph) -> list[str]:
+        return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
-    monkeypatch.setattr(passes, "update_in_place", seen)  # the same, and looks at the graph
+    def convert(parameters: Any, graph: fx.Graph) -> None:
+        forward(parameters, graph)
+        graphs["forward"] = targets(graph)
+
+    def leave(left: Any, compiled: bool, graph: fx.Graph) -> None:
+        backward(left, compiled, graph)
+        graphs["backward"] = targets(graph)
+        dtypes.append(left)
+
+    monkeypatch.setattr(passes, "convert_together", convert)  # the same, and looks at the graph
+    monkeypatch.setattr(passes, "leave_conversions", leave)
     model = made(BLOCKS["inverted residual"]()).train()
     other = copy.deepcopy(model)
     found = []
@@ -94,9 +106,12 @@ def test_conversions_are_one_call_a_direction(monkeypatch: pytest.MonkeyPatch) -
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
         assert a.stride() == b.stride()
-    for graph in graphs:
-        assert graph.count("confpred.convert.default") == 1
-        assert graph.count("aten._to_copy.default") <= 1  # of the images
+    assert graphs["forward"].count("confpred.convert.default") == 1
+    assert graphs["forward"].count("aten._to_copy.default") <= 1  # of the images
+    assert not {"confpred.convert.default", "aten._to_copy.default"} & {*graphs["backward"]}
+    assert set(dtypes[0].values()) == {torch.float32}
+    convolutions = sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    assert len(dtypes[0]) >= convolutions
 
 
 def image() -> Tensor:
