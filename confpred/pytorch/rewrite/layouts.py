@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import sites
 from confpred.pytorch.rewrite.matches import copy_ms
-from confpred.pytorch.rewrite.passes import is_tangent, owner_of, val_of
+from confpred.pytorch.rewrite.passes import is_tangent, last_of_inputs, owner_of, val_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.library import HALF
@@ -321,11 +321,6 @@ def _has_new_strides(before: Any, after: Any) -> bool:
     return isinstance(before, Tensor) and before.stride() != after.stride()
 
 
-def _last_of_inputs(node: fx.Node) -> fx.Node:
-    """Return `node`, or the last input of its graph if it is an input: those precede all others."""
-    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
-
-
 def _add_dense_copy(source: fx.Node, val: Any, layout: str, reader: fx.Node) -> fx.Node:
     """Return a new node behind `source`, for `reader`: a copy that is dense in `layout`. `val` is
     the fake tensor of `source`."""
@@ -358,7 +353,7 @@ def _inserting_behind(source: fx.Node, reader: fx.Node) -> Any:
     pass, directly before `reader`."""
     if is_tangent(source):
         return source.graph.inserting_before(reader)
-    return source.graph.inserting_after(_last_of_inputs(source))
+    return source.graph.inserting_after(last_of_inputs(source))
 
 
 def _permute(node: fx.Node, val: Any, order: Sequence[int], reader: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ keep the fake tensors of the capture, so that `layouts.keep_strides` finds resul
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
-from confpred.pytorch.rewrite.passes import result_of, val_of
+from confpred.pytorch.rewrite.passes import last_of_inputs, may_be_written, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
@@ -43,13 +43,14 @@ def lower_norms(
     """
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
+    read: dict[fx.Node, list[fx.Node]] = {}
     matches: list[Match] = []
 
     def take(layer: Layer | None) -> None:
         if layer is not None and all(layer.problems):
             claimed.update(layer.chain.nodes)
             both = layer.sites()
-            matches.append(Match(both, partial(_replace, layer, both, numbers)))
+            matches.append(Match(both, partial(_replace, layer, both, numbers, read)))
 
     has_groups = NORM.name in operations
     lies = norm_layers.make_layout_test(graph, has_groups)
@@ -63,11 +64,16 @@ def lower_norms(
         if has_groups and node not in claimed:
             take(norm_layers.match_group_norm(node, None, claimed, lies))
     layers += choose_and_replace(graph, matches, choose)
+    _read_copies(graph, read)
 
 
-def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> None:
+def _replace(
+    layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node],
+    read: dict[fx.Node, list[fx.Node]],
+) -> None:  # fmt: skip
     """Replace a norm and its epilogue by an operator a direction, if that gains time. `both` are
-    the sites of `layer`; `made` caches the graph's tensors of numbers."""
+    the sites of `layer`; `made` caches the graph's tensors of numbers. `read` gets the operators of
+    gradients by the weights and biases that others may write to before."""
     choices = [site.choice for site in both if site.choice is not None]
     if len(choices) < len(both) or _gain_ms(*choices) <= 0.0:
         for site in both:
@@ -102,9 +108,12 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
     inner, residual = (back[-1], None) if chain.gradient is None else (chain.gradient, residual)
     statistics = running if frozen else results[1:3]
     more = (numbers if frozen else [], layer.scalars[-1]) if running else ()  # and eps
+    vectors = [t for t in (weight, bias) if t is not None and (t in read or may_be_written(t))]
     with graph.inserting_before(inner):
         operands = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
         put = _insert(graph, backward, operands, back[-1].meta)
+    for vector in vectors:
+        read.setdefault(vector, []).extend((new, put))
     values = val_of(put)
     for end in layer.grads.get(0, ())[:1]:
         values[0] = val_of(end)
@@ -117,6 +126,22 @@ def _replace(layer: Layer, both: list[sites.Site], made: dict[Any, fx.Node]) -> 
         result = result_of(put, 3)
         for node in find_conversions(inner, val_of(x).dtype, back[0]) or ():
             node.replace_all_uses_with(result, lambda user: user is not back[0])
+
+
+def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Let operators read copies of the keys of `read`, which one launch a dtype makes of inputs in
+    the forward pass: PyTorch's gradients do not read a bias, so that a program may write to it
+    before they are computed."""
+    groups: dict[Any, list[fx.Node]] = {}
+    for vector in read:
+        groups.setdefault((last_of_inputs(vector), val_of(vector).dtype), []).append(vector)
+    for (anchor, dtype), vectors in groups.items():
+        with graph.inserting_after(anchor):
+            made = _insert(graph, confpred.convert.default, (vectors, dtype), {})
+        for place, vector in enumerate(vectors):
+            copy = result_of(made, place)
+            for reader in read[vector]:
+                reader.replace_input_with(vector, copy)
 
 
 def _add_scale(layer: Layer, meta: Any) -> list[fx.Node]:

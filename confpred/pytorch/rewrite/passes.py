@@ -87,6 +87,11 @@ def result_of(node: fx.Node, place: int) -> fx.Node:
     return item
 
 
+def last_of_inputs(node: fx.Node) -> fx.Node:
+    """Return `node`, or the last input of its graph if it is an input: those precede all others."""
+    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
+
+
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of `node` may share memory with its first input."""
     schema = getattr(node.target, "_schema", None)

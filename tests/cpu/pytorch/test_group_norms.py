@@ -395,6 +395,34 @@ def test_what_others_may_write_to_is_not_kept(served: Any, kind: str, inductor: 
     assert bool(problems) is not kind.startswith("a copied")
 
 
+VECTORS = {
+    "bias": nn.GroupNorm(4, WIDTH), "a batch norm's bias": nn.BatchNorm2d(WIDTH),
+    "a repeated weight": nn.InstanceNorm2d(WIDTH, affine=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "inductor"), [
+    *((kind, False) for kind in VECTORS),
+    pytest.param("bias", True, marks=pytest.mark.slow(reason="C++ is compiled")),
+])  # fmt: skip
+def test_vectors_that_others_may_write_to_are_copied(
+    served: Any, kind: str, inductor: bool
+) -> None:
+    """As a step of the optimizer before the backward pass of another loss writes to biases."""
+    norm, found = copy.deepcopy(VECTORS[kind]), []
+    model = Around(lambda m, x: F.silu(m.norm(x.sin())), norm=norm)
+    vector = norm.weight if "weight" in kind else norm.bias
+    for call in (torch.compile(model, backend="confpred", options={"inductor": inductor}), model):
+        nn.init.uniform_(vector, 0.5, 1.5, torch.Generator().manual_seed(0))
+        x = images().requires_grad_()
+        out = call(x)
+        with torch.no_grad():
+            vector.add_(1.0)
+        found.append(torch.autograd.grad(out.sum(), (x, *model.parameters())))
+    torch.testing.assert_close(*found)
+    assert sum(map(len, served.asked)) == 2
+
+
 def test_what_pytorch_keeps_is_added(served: Any) -> None:
     """Its backward pass reads the input of a convolution."""
     model = Around(
