@@ -40,12 +40,12 @@ from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, tuning, verify
 from confpred.pytorch.run.graphs import (
     GraphMemory,
-    converting,
     make_replayable,
     memory_of_inference,
     why_no_graph,
 )
 from confpred.pytorch.run.loading import compile_ahead
+from confpred.pytorch.run.memory import converting
 from confpred.pytorch.run.options import NETWORK, Options
 from confpred.pytorch.status import Calls, Capture, Pass, capture_of
 
@@ -431,7 +431,7 @@ class Compiler:
         self.capture.ordinal = ordinal
         record = Pass(kind, set(), "Inductor" if program is not None else "PyTorch's operators")
         self.capture.passes.append(record)
-        run = plain
+        run: Any = plain
         if program is not None:
             run = inductor.accept_any_layout(program, lowered.strides, lowered.written)
         if not self.options.graphs or ordinal is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from confpred.pytorch.rewrite.passes import val_of
-from confpred.pytorch.run.graphs import Run
+from confpred.pytorch.run.memory import Run
 
 log = logging.getLogger("confpred")
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from confpred.errors import first_line
 from confpred.pytorch.run.choosing import warn_once
-from confpred.pytorch.run.graphs import Run
+from confpred.pytorch.run.memory import Run
 
 log = logging.getLogger("confpred")
 aten = torch.ops.aten
@@ -388,16 +388,17 @@ def leave_conversions(dtypes: dict[int, torch.dtype], compiled: bool, graph: fx.
     them on the way. Gradients that Inductor computes, if it compiles the pass, are converted as
     they are written."""
     output = graph.output_node()
-    results = list(output.args[0])
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a tuple of nodes
     for place, node in enumerate(results):
         if not isinstance(node, fx.Node) or node.target not in CONVERSIONS:
             continue
-        owner = owner_of(node.args[0])
-        made_by = owner.args[0] if owner.target is operator.getitem else owner
+        source: Any = node.args[0]
+        owner = owner_of(source)
+        made_by: Any = owner.args[0] if owner.target is operator.getitem else owner
         kept = owner.op == "placeholder" or (compiled and str(made_by.target) not in _LIBRARY)
         if not kept and _only_converts(node):
-            dtypes[place], results[place] = val_of(node).dtype, node.args[0]
-    output.args = (type(output.args[0])(results),)
+            dtypes[place], results[place] = val_of(node).dtype, source
+    output.args = (tuple(results),)
     graph.eliminate_dead_code()
 
 

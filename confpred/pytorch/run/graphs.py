@@ -18,10 +18,9 @@ import copy
 import gc
 import logging
 import os
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,10 +34,18 @@ from torch.utils import _pytree
 
 from confpred.errors import first_line
 from confpred.problem.precision import convolutions_allow_tf32
+from confpred.pytorch.run.memory import (
+    Dtypes,
+    Run,
+    SavedTensors,
+    alias_of,
+    buffer_for,
+    converted,
+    converting,
+    view_in,
+)  # fmt: skip
 
 log = logging.getLogger("confpred")
-Run = Callable[[list[Any]], Any]  # runs a graph, and empties the list of inputs
-Dtypes = Mapping[int, torch.dtype]  # of results that a graph has in another one, by index
 #: Most recordings of a pass: one for each set of open sizes and switches, and after moved inputs.
 MOST_GRAPHS = 8
 #: Marks the main thread, and the threads that autograd starts for its backward passes.
@@ -75,32 +82,6 @@ class GraphMemory:
     def is_in_use(self) -> bool:
         """Return whether somebody holds a tensor that the last forward pass saved."""
         return self.forward is not None and self.forward.saved.are_held()
-
-
-class SavedTensors:
-    """Tensors in the memory of `results` that each replay of a forward pass hands out again.
-
-    They are held by whoever has one of them, its data in C++, or another tensor in its storage.
-    """
-
-    def __init__(self, results: Sequence[Tensor]) -> None:
-        self._tensors = _aliases(results)
-        self._storages = [x.untyped_storage() for x in self._tensors]
-        self._counts_if_unheld = self._counts()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._tensors)
-
-    def _counts(self) -> list[list[int]]:
-        """Return how many references there are: from Python, to tensors in C++, to storages."""
-        objects = map(sys.getrefcount, (*self._tensors, *self._storages))
-        tensors = [x._use_count() for x in self._tensors]  # type: ignore[attr-defined]
-        storages = [torch._C._storage_Use_Count(x._cdata) for x in self._storages]
-        return [list(objects), tensors, storages]
-
-    def are_held(self) -> bool:
-        """Return whether anybody but this object holds one of them."""
-        return self._counts() != self._counts_if_unheld
 
 
 @cache
@@ -181,37 +162,10 @@ class Recording:
             for storage, views in self.shared:
                 whole = storage.clone()
                 for place, view in views.items():
-                    results[place] = _view(whole, view)
+                    results[place] = view_in(whole, view)
         for place, x in zip(self.saved_places, self.saved, strict=True):
             results[place] = x
-        return _converted(results, self.unlike)
-
-
-def _converted(results: list[Any], dtypes: Dtypes) -> list[Any]:
-    """Return `results` in `dtypes`; one launch converts all that are of the same dtypes."""
-    alike: dict[Any, list[int]] = {}
-    for i, dtype in dtypes.items():
-        alike.setdefault((results[i].dtype, dtype), []).append(i)
-    with torch.no_grad():
-        for (_, dtype), places in alike.items():
-            sources = [results[i] for i in places]
-            copies = [torch.empty_like(source, dtype=dtype) for source in sources]
-            torch._foreach_copy_(copies, sources)
-            for place, copied in zip(places, copies, strict=True):
-                results[place] = copied
-    return results
-
-
-def converting(run: Run, dtypes: Dtypes) -> Run:
-    """Return a function that runs `run`, and returns its results in `dtypes`."""
-    if not dtypes:
-        return run
-
-    def call(inputs: list[Any]) -> list[Any]:
-        return _converted(list(run(inputs)), dtypes)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+        return converted(results, self.unlike)
 
 
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:
@@ -373,14 +327,14 @@ class Graphed:
                     if not isinstance(x, Tensor):
                         continue
                     if i not in self._static:
-                        args[i] = _buffer_for(x)
+                        args[i] = buffer_for(x)
                         # It owns nothing: the pool reuses the memory once the pass has read it.
-                        recording.buffers[i] = _view(_alias(args[i].untyped_storage()), args[i])
+                        recording.buffers[i] = view_in(alias_of(args[i].untyped_storage()), args[i])
                         continue
                     address = x.untyped_storage().data_ptr()
                     if address in held:
                         recording.from_forward[i] = id(x)
-                        args[i] = _view(held[address], x)
+                        args[i] = view_in(held[address], x)
                         continue
                     recording.addresses[i] = x.data_ptr()
                     if x.numel():
@@ -422,48 +376,13 @@ class Graphed:
         recording.saved = SavedTensors([results[place] for place in recording.saved_places])
         for views in by_storage.values():
             ((place, x), *others) = views.items()
-            alias = _alias(x.untyped_storage())
+            alias = alias_of(x.untyped_storage())
             if others or 0 in x.stride() or x.numel() * x.element_size() != alias.nbytes():
-                like = {i: _view(alias, view) for i, view in views.items()}
+                like = {i: view_in(alias, view) for i, view in views.items()}
                 recording.shared.append((alias, like))
             else:
                 dtypes = x.dtype, recording.unlike.pop(place, x.dtype)
-                recording.sources.setdefault(dtypes, {})[place] = _view(alias, x)
-
-
-def _view(storage: Any, like: Tensor) -> Tensor:
-    """Return a tensor like `like` in `storage`, no inference tensor: any mode may write to it."""
-    with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-        return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
-
-
-def _buffer_for(x: Tensor) -> Tensor:
-    """Return memory for a copy of `x`, without a launch: `torch.empty` fills it where PyTorch is
-    set to be deterministic, and a recorded fill would overwrite the copy at each replay."""
-    like = torch.empty_like(x, device="meta")
-    storage = torch.UntypedStorage(like.numel() * like.element_size(), device=x.device)
-    return _view(storage, like)
-
-
-def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in the memory of `tensors` that do not own it, and share it as those do."""
-    storages: dict[int, Any] = {}
-    aliases = []
-    for x in tensors:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = _alias(storage)
-        aliases.append(_view(storages[storage.data_ptr()], x))
-    return aliases
-
-
-def _alias(storage: Any) -> Any:
-    """Return a storage in the memory of `storage`, which does not own it."""
-    if not storage.nbytes():
-        return torch.UntypedStorage(0, device=storage.device)
-    make = torch._C._construct_storage_from_data_pointer
-    return make(storage.data_ptr(), storage.device, storage.nbytes())
+                recording.sources.setdefault(dtypes, {})[place] = view_in(alias, x)
 
 
 def _is_of_main_thread(backward: bool) -> bool:

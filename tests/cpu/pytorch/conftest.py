@@ -28,7 +28,7 @@ from confpred.problem.norm_of_groups import Norm
 from confpred.problem.record import Record
 from confpred.pytorch import backend
 from confpred.pytorch.run import choosing, convolve, loading
-from confpred.pytorch.run.graphs import converting
+from confpred.pytorch.run.memory import converting
 
 if torch.__version__ < "2.10":  # which keeps no graph of another backend
     collect_ignore = ["test_graph_cache.py"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from confpred.pytorch.run.graphs import Graphed, GraphMemory, Recording, SavedTensors
+from confpred.pytorch.run.graphs import Graphed, GraphMemory, Recording
+from confpred.pytorch.run.memory import SavedTensors
 
 
 class Saves(torch.autograd.Function):

@@ -94,7 +94,7 @@ def test_parameters_are_converted_together_and_gradients_as_they_are_returned(
         dtypes.append(left)
 
     monkeypatch.setattr(passes, "convert_together", convert)  # the same, and looks at the graph
-    monkeypatch.setattr(passes, "leave_conversions", leave)
+    monkeypatch.setattr(passes, "leave_conversions", leave)  # the same, and looks at the graph
     model = made(BLOCKS["inverted residual"]()).train()
     other = copy.deepcopy(model)
     found = []
