@@ -34,7 +34,7 @@ from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
-from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, passes, training
+from confpred.pytorch.rewrite import fusing, inductor, layouts, normalising, passes
 from confpred.pytorch.rewrite.passes import Step
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, tuning, verify
@@ -323,7 +323,7 @@ class Compiler:
         steps.append(passes.join_silu_gradients)
         choose = self.chooser(joint.graph)
         if choose is not None:
-            convolutions = partial(training.lower_convolutions, compiled=self.inductor)
+            convolutions = partial(fusing.lower_convolutions, compiled=self.inductor)
             lower = partial(self._replace, convolutions, choose)
             steps += [self._layout_step(joint.graph), lower, layouts.keep_strides]
             steps += self._norm_steps(choose, (BATCH_NORM, NORM))

@@ -393,9 +393,9 @@ def leave_conversions(dtypes: dict[int, torch.dtype], compiled: bool, graph: fx.
         if not isinstance(node, fx.Node) or node.target not in CONVERSIONS:
             continue
         source: Any = node.args[0]
-        owner = owner_of(source)
-        made_by: Any = owner.args[0] if owner.target is operator.getitem else owner
-        kept = owner.op == "placeholder" or (compiled and str(made_by.target) not in _LIBRARY)
+        made: Any = owner_of(source)
+        by = made.args[0] if made.target is operator.getitem else made
+        kept = made.op == "placeholder" or (compiled and str(by.target) not in _LIBRARY)
         if not kept and _only_converts(node):
             dtypes[place], results[place] = val_of(node).dtype, source
     output.args = (tuple(results),)

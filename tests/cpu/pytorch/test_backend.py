@@ -105,7 +105,7 @@ def test_measurements_of_verify_have_real_tensors(monkeypatch, training) -> None
 PASSES = [
     ("layouts", "to_channels_last", False), ("passes", "let_views_copy", False),
     ("passes", "drop_copies", False), ("fusing", "fuse", False),
-    ("training", "lower_convolutions", False), ("normalising", "lower_norms", False),
+    ("fusing", "lower_convolutions", False), ("normalising", "lower_norms", False),
     ("passes", "restore_eager_batch_norms", False),
     ("passes", "convert_together", False), ("passes", "leave_conversions", False),
     ("passes", "update_in_place", False),

@@ -114,7 +114,7 @@ def test_results_are_converted_as_they_are_copied(monkeypatch: pytest.MonkeyPatc
     shared = torch.arange(4.0).half()
     made = [whole, shared[:2], shared[2:], torch.ones(2), torch.ones(2).half()]
     graphed._locate_results(recording, [], made, {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)  # there is none here
     for results in (recording.replay([], GraphMemory(), 0), graphed._plain(made)):
         assert [x.dtype for x in results] == [torch.float32] * 4 + [torch.float16]
         assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(results, made, strict=True))
