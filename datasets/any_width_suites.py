@@ -82,20 +82,27 @@ def main(seed: int, out: Path) -> None:
 
 def suites(seed: int) -> tuple[Suite, Suite]:
     """Return the training suite and the one of the networks that are held out."""
-    layers = layers_of_networks()
-    trained = {name: layers[name] for name in TRAINED}
-    shapes = {layer for own in trained.values() for layer in own}
-    held = {
-        name: [layer for layer in own if layer not in shapes]
-        for name, own in layers.items()
-        if name not in TRAINED
-    }
-    held = {name: own for name, own in held.items() if own}
-    never = {layer for own in held.values() for layer in own}
+    trained, held, never = split(layers_of_networks(), TRAINED)
     return (
         Suite("any-width-training", _entries(trained, TRAINING, never, FACTORS, [seed, 0])),
         Suite("any-width-holdout", _entries(held, HOLDOUT, set(), (1.0,), [seed, 1])),
     )
+
+
+def split(
+    layers: Mapping[str, list[Problem]], names: Collection[str]
+) -> tuple[dict[str, list[Problem]], dict[str, list[Problem]], set[Problem]]:
+    """Return the layers of the networks in `names`, those of the others that these lack, and the
+    latter as a set."""
+    trained = {name: layers[name] for name in names}
+    shapes = {layer for own in trained.values() for layer in own}
+    apart = {
+        name: [layer for layer in own if layer not in shapes]
+        for name, own in layers.items()
+        if name not in trained
+    }
+    held = {name: own for name, own in apart.items() if own}
+    return trained, held, {layer for own in held.values() for layer in own}
 
 
 def layers_of_networks(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from any_width_suites import FACTORS, _entries, layers_of_networks
+from any_width_suites import FACTORS, _entries, layers_of_networks, split
 
 from confpred.data.suites import Suite, write_suite
 from confpred.problem.conv2d import Problem
@@ -38,12 +38,7 @@ def is_multiplied(layer: Problem) -> bool:
 @click.option("--out", default=SUITES, type=click.Path(path_type=Path), help="Folder to write to.")
 def main(seed: int, out: Path) -> None:
     """Write training.json and holdout.json from networks.json."""
-    layers = layers_of_networks(is_multiplied)
-    trained = {name: layers[name] for name in TRAINED}
-    shapes = {layer for own in trained.values() for layer in own}
-    apart = {name: [x for x in own if x not in shapes] for name, own in layers.items()}
-    held = {name: own for name, own in apart.items() if own}
-    never = {layer for own in held.values() for layer in own}
+    trained, held, never = split(layers_of_networks(is_multiplied), TRAINED)
     for index, (name, networks) in enumerate((("training", trained), ("holdout", held))):
         counts = dict.fromkeys(("fprop", "dgrad", "wgrad"), (COUNTS[name], 0))
         sizes, apart_from = (FACTORS, never) if name == "training" else ((1.0,), set())

@@ -344,7 +344,8 @@ class Compiler:
         metadata: Any = torch._guards.TracingContext.get().fw_metadata
         static, visible = metadata.static_input_indices, metadata.num_forward_returns
         metadata.bw_donated_idxs = []  # no donated buffers, as in `_compile`
-        self._finish(gm, static)
+        convert = partial(passes.convert_together, static)
+        self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
         return self._run(gm, static, inputs, "forward", visible)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -357,12 +358,6 @@ class Compiler:
             if not passes.attempt(gm, [passes.drop_copies, convert]):
                 dtypes.clear()
             return self._run(gm, range(count_tangents(gm)), inputs, "backward", dtypes=dtypes)
-
-    def _finish(self, gm: fx.GraphModule, parameters: Sequence[int]) -> None:
-        """Rewrite a forward pass of a graph with gradients, after the cut; `parameters` are indices
-        of its static inputs."""
-        convert = partial(passes.convert_together, parameters)
-        self._attempt(gm, [passes.drop_copies, convert, passes.update_in_place])
 
     def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
         """Rewrite `gm` by all `steps` or none; sites of a failed rewrite are removed."""

@@ -42,6 +42,7 @@ from confpred.pytorch.run.memory import (
     buffer_for,
     converted,
     converting,
+    copied,
     view_in,
 )  # fmt: skip
 
@@ -154,18 +155,16 @@ class Recording:
             inputs.clear()
             self.graph.replay()
             for (_, dtype), found in self.sources.items():
-                sources = list(found.values())
-                copies = [torch.empty_like(source, dtype=dtype) for source in sources]
-                torch._foreach_copy_(copies, sources)
-                for place, copied in zip(found, copies, strict=True):
-                    results[place] = copied
+                copies = copied(list(found.values()), dtype)
+                for place, made in zip(found, copies, strict=True):
+                    results[place] = made
             for storage, views in self.shared:
                 whole = storage.clone()
                 for place, view in views.items():
                     results[place] = view_in(whole, view)
         for place, x in zip(self.saved_places, self.saved, strict=True):
             results[place] = x
-        return converted(results, self.unlike)
+        return converted(results, self.unlike) if self.unlike else results
 
 
 def make_replayable(reason: str | None, plain: Run, *, kind: str, **arguments: Any) -> Run:

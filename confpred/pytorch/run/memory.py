@@ -46,12 +46,17 @@ def converted(results: list[Any], dtypes: Dtypes) -> list[Any]:
         alike.setdefault((results[i].dtype, dtype), []).append(i)
     with torch.no_grad():
         for (_, dtype), places in alike.items():
-            sources = [results[i] for i in places]
-            copies = [torch.empty_like(source, dtype=dtype) for source in sources]
-            torch._foreach_copy_(copies, sources)
-            for place, copied in zip(places, copies, strict=True):
-                results[place] = copied
+            copies = copied([results[i] for i in places], dtype)
+            for place, copy in zip(places, copies, strict=True):
+                results[place] = copy
     return results
+
+
+def copied(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of `tensors`, which are of one dtype, in `dtype`, made by one launch."""
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def converting(run: Run, dtypes: Dtypes) -> Run:

@@ -16,6 +16,7 @@ from confpred.pytorch.run import convolve, norms, pointwise
 from confpred.pytorch.run import fold as folding
 from confpred.pytorch.run.convolve import Call
 from confpred.pytorch.run.loading import CHANNELS_LAST, dense, layout_of
+from confpred.pytorch.run.memory import copied
 
 _library = torch.library.Library("confpred", "FRAGMENT")
 # Kernels read one layout: Inductor keeps the strides that the graph was captured with.
@@ -73,12 +74,6 @@ def _like(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(x, dtype=dtype) for x in xs]
 
 
-def _convert(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    made = _like(xs, dtype)
-    torch._foreach_copy_(made, xs)
-    return made
-
-
 def _fake_fold(*lists: Any) -> list[Tensor]:
     return [t for x in zip(lists[2], lists[5], lists[7], strict=True) for t in folding.empty(*x)]
 
@@ -121,7 +116,7 @@ _define(
     norms.group_backward, norms.fake_backward,
 )  # fmt: skip
 _define("clone(Tensor x, *, MemoryFormat memory_format) -> Tensor", torch.clone, torch.clone)
-_define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", _convert, _like)
+_define("convert(Tensor[] xs, ScalarType dtype) -> Tensor[]", copied, _like)
 _define(
     "scale_shift(Tensor x, Tensor scale, Tensor shift, Tensor? residual, str activation) -> Tensor",
     pointwise.scale_shift, lambda x, *others: torch.empty_like(x),
