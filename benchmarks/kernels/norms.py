@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -123,6 +124,22 @@ def compiled(specs: Sequence[KernelSpec], arch: str) -> list[str]:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         errors = pool.map(compile_one, specs, [arch] * len(specs), chunksize=4)
         return [error for error in errors if error]
+
+
+def let_inductor_compile(asked: Sequence[Norm]) -> None:
+    """Fill Inductor's cache with its code of norms, side by side."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_inductor_compiles, asked))
+
+
+def _inductor_compiles(problem: Norm) -> None:
+    import torch
+    from torch._inductor import config
+
+    config.compile_threads = 1  # in this process alone, as there is one a core
+    torch.cuda.set_device(0)
+    with suppress(Exception):  # the process that measures meets it again, and names it
+        by_inductor(problem)(inputs_of(problem, 1)[0])
 
 
 # The process that measures; it prints a line for each thing that it begins, and for each result.
@@ -236,9 +253,7 @@ def against_pytorch(
     # Two sets at least: the next launch must not find what the last one left in the L2 cache.
     copies = max(2, operator.copies_for(problem, launches, facts.l2_bytes))
     operation = operation_of(problem)
-    sets = operator.operands(operation, problem, min(copies, launches))
-    for tensors in sets if problem.is_backward else ():
-        tensors |= statistics_of(problem, tensors)
+    sets = inputs_of(problem, min(copies, launches))
     ours = call_of(family, problem, row)
 
     def theirs(tensors: dict[str, Any]) -> Any:
@@ -278,6 +293,16 @@ def against_pytorch(
     }
 
 
+def inputs_of(problem: Any, count: int) -> list[dict[str, Any]]:
+    """Return `count` sets of what PyTorch's operators and confpred's kernels take."""
+    from confpred.measure import pytorch as operator
+
+    sets = operator.operands(operation_of(problem), problem, count)
+    for tensors in sets if problem.is_backward else ():
+        tensors |= statistics_of(problem, tensors)
+    return sets
+
+
 def statistics_of(problem: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mean and 1 over the deviation that backward takes."""
     if not isinstance(problem, Norm):
@@ -296,6 +321,8 @@ def by_inductor(problem: Norm) -> Callable[[dict[str, Any]], Any]:
     import torch
     import torch.nn.functional as F
 
+    # Else Dynamo counts this function's graphs of other problems, and soon runs it as it is.
+    torch._dynamo.reset()
     p, aten = problem, torch.ops.aten
 
     def of_channels(vector: Any) -> Any:
@@ -485,6 +512,8 @@ def main() -> None:
     start, device = time.time(), get_device(arguments.device)
     asked = problems(arguments.groups)
     errors = compiled(kernels(device, arguments.configs, arguments.groups), device.arch)
+    if arguments.groups:
+        let_inductor_compile(asked)
     print(f"compiled in {time.time() - start:.0f} s", *errors, sep="\n")
     job = {
         "operation": operation_of(asked[0]).name,

@@ -73,6 +73,23 @@ def test_what_inductor_is_given_is_the_norm(monkeypatch):
             assert apart < 3e-5 * right[output.name].norm(), (problem, output.name)
 
 
+def test_every_norm_is_compiled(monkeypatch):
+    """Dynamo compiles a function for so many problems, and would run it as it is for the others."""
+    graphs, compiled = [], torch.compile
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    # A stand-in, as Inductor needs a compiler.
+    monkeypatch.setattr(torch, "compile", lambda f, **more: compiled(f, backend=backend, **more))
+    count = torch._dynamo.config.recompile_limit + 2
+    for c in range(1, 1 + count):
+        problem = Norm(2, 3, c, dtype="float32", weights="float32")
+        norms.by_inductor(problem)(inputs_of(problem, 0))
+    assert len(graphs) == count
+
+
 def test_the_hold_outs_large_norms_are_asked_for():
     problems = norms.problems(groups=True)
     assert len(problems) > 50
