@@ -35,6 +35,7 @@ from torch.utils import _pytree
 from confpred.errors import first_line
 from confpred.problem.precision import convolutions_allow_tf32
 from confpred.pytorch.run.memory import (
+    Copier,
     Dtypes,
     Run,
     SavedTensors,
@@ -42,7 +43,6 @@ from confpred.pytorch.run.memory import (
     buffer_for,
     converted,
     converting,
-    copied,
     view_in,
 )  # fmt: skip
 
@@ -104,8 +104,7 @@ class Recording:
         from_forward: ids of the inputs that the forward pass left in the graph's memory, by index.
         results: the pass' results that are no tensors, and None in place of each tensor.
         of_inputs: results in a static input's memory, by index: that input's index, their geometry.
-        sources: visible results that are copied alone, by index: each fills its storage. They are
-            grouped by their dtypes before and after.
+        copiers: of visible results that each fill their storage, by dtypes before and after.
         shared: storages of other visible results, copied whole, with these results by index.
         saved: results that stay in the graph's memory, with their `saved_places`.
         unlike: dtypes of the other visible results that are to be converted.
@@ -123,7 +122,7 @@ class Recording:
     from_forward: dict[int, int] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     of_inputs: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    sources: dict[Any, dict[int, Tensor]] = field(default_factory=dict)
+    copiers: dict[Any, Copier] = field(default_factory=dict)
     shared: list[tuple[Any, dict[int, Tensor]]] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=lambda: SavedTensors(()))
     saved_places: list[int] = field(default_factory=list)
@@ -154,9 +153,8 @@ class Recording:
                 del inputs_to_copy
             inputs.clear()
             self.graph.replay()
-            for (_, dtype), found in self.sources.items():
-                copies = copied(list(found.values()), dtype)
-                for place, made in zip(found, copies, strict=True):
+            for copier in self.copiers.values():
+                for place, made in zip(copier.places, copier.copies(), strict=True):
                     results[place] = made
             for storage, views in self.shared:
                 whole = storage.clone()
@@ -380,8 +378,9 @@ class Graphed:
                 like = {i: view_in(alias, view) for i, view in views.items()}
                 recording.shared.append((alias, like))
             else:
-                dtypes = x.dtype, recording.unlike.pop(place, x.dtype)
-                recording.sources.setdefault(dtypes, {})[place] = view_in(alias, x)
+                dtype = recording.unlike.pop(place, x.dtype)
+                copier = recording.copiers.setdefault((x.dtype, dtype), Copier(dtype))
+                copier.add(place, view_in(alias, x))
 
 
 def _is_of_main_thread(backward: bool) -> bool:

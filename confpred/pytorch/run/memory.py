@@ -11,6 +11,8 @@ from torch import Tensor
 
 Run = Callable[[list[Any]], Any]  # runs a graph, and empties the list of inputs
 Dtypes = Mapping[int, torch.dtype]  # of results that a graph has in another one, by index
+#: Bytes of a copy that shares an allocation with others, at most, and the alignment of each.
+_SMALL, _ALIGNED = 2**16, 512
 
 
 class SavedTensors:
@@ -57,6 +59,41 @@ def copied(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
+
+
+class Copier:
+    """Copies tensors, which are of one dtype and each fill their storage, into new ones in `dtype`,
+    by one launch.
+
+    Small copies are parts of one allocation: hundreds of their own take the host a millisecond. No
+    larger one is a part, as it would be kept for as long as anybody has another part.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.places = dtype, list[int]()
+        self._tensors, self._parts = list[Tensor](), list[Any]()
+        self._length = 0
+
+    def add(self, place: int, x: Tensor) -> None:
+        """Let `x` be copied for the result of this index."""
+        part, size = None, x.numel() * self.dtype.itemsize
+        if size <= _SMALL:
+            part = x.shape, x.stride(), self._length
+            self._length += -(-size // _ALIGNED) * _ALIGNED // self.dtype.itemsize
+        self.places.append(place)
+        self._tensors.append(x)
+        self._parts.append(part)
+
+    def copies(self) -> list[Tensor]:
+        """Return new copies, in the order of the `places`. None is a view for autograd, so in-place
+        changes of one are none of the others."""
+        memory = torch.empty(self._length, dtype=self.dtype, device=self._tensors[0].device)
+        copies = [
+            torch.empty_like(x, dtype=self.dtype) if part is None else memory.as_strided(*part).data
+            for x, part in zip(self._tensors, self._parts, strict=True)
+        ]
+        torch._foreach_copy_(copies, self._tensors)
+        return copies
 
 
 def converting(run: Run, dtypes: Dtypes) -> Run:

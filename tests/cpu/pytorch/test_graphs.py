@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from confpred.pytorch.run.graphs import Graphed, GraphMemory, Recording
-from confpred.pytorch.run.memory import SavedTensors
+from confpred.pytorch.run.memory import Copier, SavedTensors
 
 
 class Saves(torch.autograd.Function):
@@ -100,7 +100,7 @@ def test_a_result_that_repeats_its_memory_is_copied_with_it() -> None:
     graphed._locate_results(recording, [], [repeated, torch.ones(3), overlapping], {})
     strides = [{i: x.stride() for i, x in like.items()} for _, like in recording.shared]
     assert strides == [{0: (0,)}, {2: (1, 1)}]
-    assert [[*found] for found in recording.sources.values()] == [[1]]
+    assert [copier.places for copier in recording.copiers.values()] == [[1]]
 
 
 def test_results_are_converted_as_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +121,39 @@ def test_results_are_converted_as_they_are_copied(monkeypatch: pytest.MonkeyPatc
         assert results[0].stride() == whole.stride()
         kept = [x.data_ptr() for x in made]
         assert not any(x.data_ptr() in kept for x in results[:3])
+
+
+def test_small_copies_share_an_allocation() -> None:
+    tensors = [
+        torch.arange(3.0), torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(300, 300), torch.tensor(4.0), torch.ones(0, 2), torch.randn(4, 2).t(),
+    ]  # fmt: skip
+    copier = Copier(torch.float16)
+    for place, x in enumerate(tensors):
+        copier.add(place, x)
+    first, second = copier.copies(), copier.copies()
+    for x, copied, again in zip(tensors, first, second, strict=True):
+        assert torch.equal(copied, x.half())
+        assert copied.stride() == x.stride()
+        assert copied.data_ptr() != again.data_ptr() or not x.numel()
+    storages = [x.untyped_storage().data_ptr() for x in first]
+    assert len(set(storages)) == 2
+    assert storages.count(storages[2]) == 1, "large ones are kept by nobody who has another"
+    addresses = [x.data_ptr() - storages[0] for i, x in enumerate(first) if i != 2 and x.numel()]
+    assert [address % 512 for address in addresses] == [0, 0, 0, 0]
+    assert len(set(addresses)) == 4
+
+
+def test_copies_change_alone() -> None:
+    """A gradient that was saved for another backward pass stays valid while others are zeroed."""
+    copier = Copier(torch.float32)
+    for place in range(2):
+        copier.add(place, torch.ones(3))
+    kept, other = copier.copies()
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * kept).sum()
+    other.zero_()
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1, 1]
+    assert not kept._is_view()
