@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from confpred.families.protocol import Family
-from confpred.families.registry import WAITING, families_of, kernels_of
+from confpred.families.registry import families_of, kernels_of
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import ACTIVATIONS, DIRECTIONS, DTYPES, Problem
 from confpred.problem.device import KNOWN, Device, get_device
@@ -22,9 +22,7 @@ H100 = get_device("h100")
 #: The kernel families of convolution, and of norms: of batch norm and over groups, by name.
 _ANY = Problem(n=1, c=1, h=1, w=1, k=1, r=1, s=1)
 ANY_WIDTH = {name: f for name, f in families_of(_ANY).items() if name.startswith("anywidth")}
-CONVOLUTIONS = kernels_of(_ANY) | {
-    name: f for name, f in families_of(_ANY).items() if name.startswith(WAITING)
-}
+CONVOLUTIONS = kernels_of(_ANY)
 GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
 ROW_NORMS = {name: family for name, family in GROUP_NORMS.items() if name.startswith("row_norm")}
 NORMS = {**kernels_of(BatchNorm(n=2, h=1, w=1, c=1)), **GROUP_NORMS}

@@ -1,5 +1,5 @@
 """How choices for kinds of layers compare with PyTorch's operator, by the hold-outs of any group
-width and of large filters.
+width, of large filters and of depthwise layers with a multiplier.
 
     nice python -m benchmarks.model.layer_kinds    # some minutes
 
@@ -39,13 +39,15 @@ from confpred.training.holdout import (
 )
 from confpred.training.train import train
 
-SUITES = ("any_width", "large_filters")
+SUITES = ("any_width", "large_filters", "multiplied")
 
 
 def kind_of(problem: Any) -> str:
     """Return the kind of layer that `problem` is counted with."""
     width = problem.group_width
-    if width == 1 == depth_of(problem):
+    if width == 1 < depth_of(problem):
+        return "depthwise with a multiplier"
+    if width == 1:
         is_square = problem.r == problem.s and problem.r <= 31
         return "depthwise, 13x13 to 31x31" if is_square else "depthwise, strips and 51x51"
     if width != depth_of(problem):

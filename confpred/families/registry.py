@@ -31,7 +31,7 @@ from confpred.families.protocol import (
     config_dict,
 )
 from confpred.problem.conv import CONV
-from confpred.problem.conv2d import CONVOLUTION, DIRECTIONS
+from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
 
@@ -43,13 +43,8 @@ _LIBRARIES = (
     *(f"confpred.products.{name}" for name in ("im2col", "epilogue", "strassen")),
 )
 #: Families that are measured only on request: a library's plans cannot be estimated before they are
-#: measured, im2col is legal for nearly all layers but fast for few, and no model is trained yet for
-#: those in `WAITING`.
-WAITING = ("depthwise_multiplied",)
-_ON_REQUEST = (
-    "cudnn", "cudnn_nd", "im2col",
-    *(f"{name}_{direction}" for name in WAITING for direction in DIRECTIONS),
-)  # fmt: skip
+#: measured, and im2col is legal for nearly all layers but fast for few.
+_ON_REQUEST = ("cudnn", "cudnn_nd", "im2col")
 #: Operations that are looked up without importing any family.
 _CONVOLUTIONS: tuple[Operation, ...] = (CONVOLUTION, CONV)
 

@@ -85,8 +85,8 @@ class Copier:
         self._parts.append(part)
 
     def copies(self) -> list[Tensor]:
-        """Return new copies, in the order of the `places`. None is a view for autograd, so in-place
-        changes of one are none of the others."""
+        """Return new copies, in the order of the `places`. None is a view for autograd, so that a
+        change of one is none of the others."""
         memory = torch.empty(self._length, dtype=self.dtype, device=self._tensors[0].device)
         copies = [
             torch.empty_like(x, dtype=self.dtype) if part is None else memory.as_strided(*part).data
