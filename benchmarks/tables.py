@@ -34,6 +34,7 @@ from benchmarks.networks.network_tables import OF_NETWORKS
 from confpred.families.registry import all_families
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
+from confpred.problem.norm_of_groups import Norm
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -217,9 +218,37 @@ def partitions(result: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def group_norms(result: dict[str, Any]) -> str:
+    """Tabulate the fastest kernels of norms of groups against PyTorch's and Inductor's, by kind."""
+    heads = columns(
+        "norms | measured | over eager | over Inductor: geomean, least | share of floor, > 64 MiB"
+    )
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in result["layers"]:
+        norm = Norm.parse(row["problem"])
+        kind = "instance" if norm.groups == norm.c else "group"
+        kind = "layer and RMS" if norm.is_of_rows else kind
+        kinds.setdefault(f"{kind}, {norm.direction}", []).append(row)
+    rows = []
+    for kind, found in sorted(kinds.items()):
+        eager, inductor = ([row[name] for row in found] for name in ("speedup", "over_inductor"))
+        shares = [row["share"] for row in found if row["tensor_bytes"] > 2**26]
+        means = [statistics.geometric_mean(values) for values in (eager, inductor)]
+        figures = (f"{means[0]:.2f}x", f"{means[1]:.2f}x, {min(inductor):.2f}x")
+        share = f"{statistics.geometric_mean(shares):.2f}" if shares else ""
+        rows.append((kind, str(len(found)), *figures, share))
+    return markdown(heads, rows)
+
+
 #: Results that a device may lack.
 OPTIONAL = (
-    *("broad.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
+    *(
+        "broad.json",
+        "group_norm.json",
+        "networks.json",
+        "networks_cold.json",
+        "sampling_plans.json",
+    ),
     *("captured_networks.json", "layer_kinds.json", "losses.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
@@ -234,6 +263,7 @@ _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
 _OF_A_DEVICE: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "sampling-plans": (("sampling_plans.json",), sampling_plans),
     "layer-kinds": (("layer_kinds.json",), layer_kinds),
+    "group-norm": (("group_norm.json",), group_norms),
 } | {name: (files, partial(make, markdown=markdown)) for name, (files, make) in OF_NETWORKS.items()}
 
 
