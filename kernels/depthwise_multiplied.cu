@@ -34,7 +34,11 @@
 // Instructions: float32 multiply-adds: outputs of a channel share no filter, so tensor cores have nothing to
 // multiply. Data that neighbours read again comes out of the L1 cache.
 //
-// Share of the floor: not measured yet.
+// Share of the floor:
+//   depthwise_multiplied_dgrad on NVIDIA H200, 2026-11-29
+//       7% of bytes: n=128 c=256 h=48 w=48 k=512 r=7 s=7 stride=2 padding=3 groups=256 direction=dgrad
+//       8% of bytes: n=64 c=512 h=24 w=24 k=1024 r=7 s=7 stride=2 padding=3 groups=512 direction=dgrad
+//       8% of bytes: n=128 c=128 h=96 w=96 k=256 r=7 s=7 stride=2 padding=3 groups=128 direction=dgrad
 #include "depthwise.cuh"
 
 enum { MAX_THREADS = 256 };  // of a block

@@ -129,6 +129,9 @@ _DESCRIBED = (ENGINE, *KNOBS)
 #: the plans of dense layers in ``datasets/``, 76 of the 103 filter gradients of 20 and 47 in 16
 #: bits failed the check against float64, and 46 of the 26,459 of engines not named here.
 _INEXACT = frozenset({("dgrad", 2), ("wgrad", 17), ("wgrad", 20), ("wgrad", 47), ("wgrad", 62)})
+#: Engines by direction that took at least 1.29 times as long as the fastest candidate, most of them
+#: ten times, for every layer with groups in ``datasets/``.
+_SLOW_IN_GROUPS = {"fprop": (0, 1, 11, 28, 35, 46, 67), "dgrad": (0, 1), "wgrad": (0, 1, 37, 39)}
 #: Largest error of the plans that are offered: the relative error in the 2-norm, against float64,
 #: and its growth with the root of the number of products that an element sums. Engines cut off bits
 #: of partial sums, and some cut inputs off to TF32 in place of rounding them. A test holds the
@@ -172,7 +175,8 @@ class CudnnPlans:
     def legal(self, problem: Problem | ConvNd, device: Device) -> Mask:
         """Return the plans that cuDNN has offered for problems of the same kind.
 
-        None computes the gradients of filter and bias together, and inexact engines are left out.
+        None computes the gradients of filter and bias together. Inexact engines are left out, and
+        slow ones of layers with groups.
         Only a filter's gradient may differ from call to call, and only if the problem allows it.
         """
         plans = self._table()
@@ -182,8 +186,9 @@ class CudnnPlans:
             offered = None
         if offered is None:
             return np.zeros(len(plans.configs), np.bool_)
-        inexact = [engine for direction, engine in _INEXACT if direction == problem.direction]
-        offered = offered & ~np.isin(plans.configs[ENGINE], inexact)
+        left_out = [engine for direction, engine in _INEXACT if direction == problem.direction]
+        left_out += _SLOW_IN_GROUPS[problem.direction] if is_grouped else ()
+        offered = offered & ~np.isin(plans.configs[ENGINE], left_out)
         may_differ = problem.direction == "wgrad" and not problem.deterministic
         return offered if may_differ else offered & plans.notes["repeatable"]
 

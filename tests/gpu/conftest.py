@@ -25,6 +25,9 @@ def _share_gpus(worker: str) -> None:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     _share_gpus(os.environ["PYTEST_XDIST_WORKER"])
+    # Several workers a core, each with a thread a core, would spend their time in turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def _cuda_devices() -> int:

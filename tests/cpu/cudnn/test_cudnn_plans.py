@@ -226,6 +226,38 @@ def test_no_measured_plan_is_off_by_more_than_it_tells(name: str, repository: Pa
     assert compared > 5000
 
 
+def test_engines_that_are_slow_in_groups_are_not_offered_for_them() -> None:
+    dense = Problem(8, 256, 28, 28, 256, 3, 3, padding=1)
+    for engine in (0, 46):
+        plans = FAMILY.configs[ENGINE] == engine
+        assert (plans & FAMILY.legal(dense, H200)).any()
+        assert (plans & table().kinds[kind_of(replace(dense, groups=2))]).any()
+        assert not (plans & FAMILY.legal(replace(dense, groups=2), H200)).any()
+
+
+@pytest.mark.parametrize("name", ["h200", "holdout/any_width/h200"])
+def test_no_plan_that_is_left_out_was_nearly_the_fastest(name: str, repository: Path) -> None:
+    columns = [*problem_columns(CONVOLUTION), "family", "config", "status", "time_ms"]
+    parts = data_files([repository / "datasets" / name])
+    given = pa.concat_tables(read(part, CONVOLUTION, columns) for part in parts)
+    given = given.filter((pc.field("status") == "ok") & (pc.field("groups") > 1))
+    plans = given.filter(pc.field("family") == FAMILY.name)
+    layers = {problem_of_row(line, Problem) for line in plans.to_pylist()}
+    given = given.filter(pc.is_in(pc.field("c"), pa.array({layer.c for layer in layers})))
+    fastest = dict.fromkeys(layers, np.inf)
+    lines = [(problem_of_row(line, Problem), line) for line in given.to_pylist()]
+    for problem, line in lines:
+        if problem in fastest:
+            fastest[problem] = min(fastest[problem], line["time_ms"])
+    known, ratios = config_ids(FAMILY.name), []
+    legal = cache(lambda problem: FAMILY.legal(problem, H200))
+    for problem, line in lines:
+        if line["family"] == FAMILY.name and not legal(problem)[known[line["config"]]]:
+            ratios.append(line["time_ms"] / fastest[problem])
+    assert len(ratios) > 200
+    assert min(ratios) > 1.25
+
+
 @pytest.mark.parametrize("direction", ["fprop", "wgrad"])
 def test_plans_that_may_be_off_by_more_than_is_allowed_are_left_out(direction: str) -> None:
     """By whoever lists candidates, and by whoever loads a launch."""
