@@ -151,7 +151,7 @@ def largest_error(problem: Problem | ConvNd, *, tf32: bool) -> float:
 
 
 #: Channels of a group, in and out, are a multiple of this where plans of two-dimensional grouped
-#: layers are offered: of 90 others in ``datasets/``, plans were over 5 % faster than all else for 2.
+#: layers are offered: of 90 others in ``datasets/``, plans were over 5 % faster than all for two.
 _GROUP = 64
 
 
