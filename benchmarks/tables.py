@@ -81,22 +81,6 @@ def _speeds(found: list[float]) -> list[str]:
     return [str(len(found)), *(f"{mean:.2f}x" for mean in means), str(slower)]
 
 
-def in_situ(results: Results) -> str:
-    """Tabulate whether times alone rank configs as times inside a network do."""
-    heads = columns(
-        "device | layers | Spearman's rho | Kendall's tau | regret of the fastest alone | "
-        "of the chosen | worst of the chosen"
-    )
-    rows = []
-    for device, result in results.items():
-        ranks = [f"{result[f'mean_{key}']:.2f}" for key in ("spearman", "kendall")]
-        keys = ("regret_of_fastest_alone", "regret_of_predicted")
-        regrets = [result[f"geomean_{key}"] for key in keys]
-        regrets.append(max(layer["regret_of_predicted"] for layer in result["layers"]))
-        rows.append((device, str(len(result["layers"])), *ranks, *(f"{r:.3f}" for r in regrets)))
-    return markdown(heads, rows)
-
-
 #: Kinds of layers, and words of one of each.
 _KINDS = {
     "depthwise": "c=64 k=64 groups=64 r=3 s=3 padding=1",
@@ -220,9 +204,7 @@ def partitions(result: dict[str, Any]) -> str:
 
 def group_norms(result: dict[str, Any]) -> str:
     """Tabulate the fastest kernels of norms of groups against PyTorch's and Inductor's, by kind."""
-    heads = columns(
-        "norms | measured | over eager | over Inductor: geomean, least | share of floor, > 64 MiB"
-    )
+    heads = columns("norms | over eager | over Inductor: geomean, least | share of floor, > 64 MiB")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in result["layers"]:
         norm = Norm.parse(row["problem"])
@@ -236,7 +218,7 @@ def group_norms(result: dict[str, Any]) -> str:
         means = [statistics.geometric_mean(values) for values in (eager, inductor)]
         figures = (f"{means[0]:.2f}x", f"{means[1]:.2f}x, {min(inductor):.2f}x")
         share = f"{statistics.geometric_mean(shares):.2f}" if shares else ""
-        rows.append((kind, str(len(found)), *figures, share))
+        rows.append((kind, *figures, share))
     return markdown(heads, rows)
 
 
@@ -254,7 +236,6 @@ OPTIONAL = (
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "kernels": ("conv_vs_cudnn.json", kernels),
-    "in-situ": ("in_situ.json", in_situ),
     "latency": ("predict_latency.json", latency),
     "chains": ("chain_choices.json", chains),
     "dense": ("evaluation_dense.json", dense),

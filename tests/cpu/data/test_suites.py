@@ -160,7 +160,8 @@ def test_what_was_measured_is_in_the_suites(repository, shipped, device, draws):
     of_draws = [entry for d in DIRECTIONS for entry in shipped[d][: 470 * draws]]
     problems = {entry.problem for entry in of_draws}
     suites = repository / "datasets" / "suites"
-    others = [suites / name / "training.json" for name in ("dense", "any_width", "large_filters")]
+    kinds = ("dense", "any_width", "large_filters", "multiplied")
+    others = [suites / name / "training.json" for name in kinds]
     for path in (*others, *(suites / "further").glob("*.json")):
         problems |= {entry.problem for entry in read_suite(path).entries}
     assert len(rows) > 1000

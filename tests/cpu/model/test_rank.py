@@ -32,6 +32,7 @@ EVERY += [  # of families that few random layers meet
     for words in (
         "n=16 c=72 h=28 w=28 k=72 r=3 s=3 groups=3 padding=1",
         "n=16 c=24 h=28 w=28 k=24 r=31 s=31 groups=24 padding=15",
+        "n=16 c=24 h=28 w=28 k=48 r=3 s=3 groups=24 padding=1",
     )
 ]
 WHOLE = Problem.parse("n=24 c=160 h=30 w=30 k=160 r=3 s=3 groups=20 padding=1")
