@@ -33,8 +33,8 @@ def test_nothing_but_parts_is_there(repository: Path) -> None:
 
 
 def test_no_line_was_ever_taken_from_the_list(repository: Path) -> None:
-    """As far as the checkout has its history; a copy of the files alone has none. A part may move to
-    another folder, where its digest is listed."""
+    """As far as the checkout has its history; a copy of the files alone has none. A part may move
+    to another folder, where its digest is listed."""
     if not (repository / ".git").exists():
         return
     log = ("log", "--format=", "--patch", "--no-renames", "--unified=0", "--", LIST)
