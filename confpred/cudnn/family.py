@@ -177,8 +177,8 @@ class CudnnPlans:
         """Return the plans that cuDNN has offered for problems of the same kind.
 
         None computes the gradients of filter and bias together. Inexact engines are left out, and
-        slow ones of layers with groups.
-        Only a filter's gradient may differ from call to call, and only if the problem allows it.
+        slow ones of layers with groups. Only a filter's gradient may differ from call to call, and
+        only if the problem allows it.
         """
         plans = self._table()
         offered = plans.kinds.get(kind_of(problem))
