@@ -1,4 +1,4 @@
-"""Networks of ten kinds that nobody here tuned confpred for, written from their publications.
+"""Networks of many kinds that nobody here tuned confpred for, written from their publications.
 
 A public function without an underscore makes the network of its name in
 `benchmarks.networks.networks.BROAD`; weights are random.
@@ -264,6 +264,11 @@ def latent_decoder(widths: tuple[int, ...] = (512, 512, 256, 128)) -> nn.Module:
     return nn.Sequential(*layers, nn.GroupNorm(32, c), nn.SiLU(), nn.Conv2d(c, 3, 3, padding=1))
 
 
+def large_latent_decoder() -> nn.Module:
+    """Return the same decoder, for images of 1,024 x 1,024."""
+    return latent_decoder()
+
+
 # Super-resolution
 
 
@@ -419,6 +424,26 @@ def conv_tasnet(c: int = 128, wide: int = 512) -> nn.Module:
     rates = [2**i for _ in range(3) for i in range(8)]
     ends = nn.Conv1d(1, c, 16, 8), nn.ConvTranspose1d(c, 1, 16, 8)
     return nn.Sequential(ends[0], *map(block, rates), ends[1])
+
+
+class _Gated(nn.Module):
+    """A block of state-space models, without their scan: a short causal line, gated (Mamba)."""
+
+    def __init__(self, c: int, wide: int, taps: int = 4) -> None:
+        super().__init__()
+        self.norm, self.last = nn.RMSNorm(c), nn.Linear(wide, c, bias=False)
+        self.first = nn.Linear(c, 2 * wide, bias=False)
+        self.line = nn.Conv1d(wide, wide, taps, padding=taps - 1, groups=wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, gate = self.first(self.norm(x)).transpose(1, 2).chunk(2, 1)
+        inner = F.silu(self.line(inner)[..., : x.shape[1]]) * F.silu(gate)
+        return x + self.last(inner.transpose(1, 2))
+
+
+def short_lines(c: int = 1024, depth: int = 12) -> nn.Module:
+    """Return a network of short causal convolutions."""
+    return nn.Sequential(*(_Gated(c, 2 * c) for _ in range(depth)))
 
 
 def hifigan(c: int = 512) -> nn.Module:

@@ -5,7 +5,7 @@
         [--budget SECONDS] [--resume] [--gpus N] [--ahead N]
 
 The suite *tuned* is of timm's networks on images of 224 x 224, which confpred was developed with;
-*broad* is of ten kinds of networks that it was not (`benchmarks.networks.broad_models`), with
+*broad* is of many kinds of networks that it was not (`benchmarks.networks.broad_models`), with
 batches of their own. Weights and inputs are random; what is four-dimensional is channels last.
 *Inference* is the model in float16 under ``torch.no_grad``; *training* is forward under autocast to
 float16, loss, backward, and SGD with momentum (``foreach``). cuDNN's benchmark mode is on.
@@ -104,6 +104,7 @@ BROAD = {
     "dilated_pyramid": Kind("segmentation", _LARGE, ((INFERENCE, 8), (TRAINING, 8))),
     "diffusion_unet": Kind("diffusion", (4, 64, 64), ((INFERENCE, 2), (TRAINING, 8))),
     "latent_decoder": Kind("diffusion", (4, 64, 64), ((INFERENCE, 1),)),
+    "large_latent_decoder": Kind("diffusion", (4, 128, 128), ((INFERENCE, 1),)),
     "edsr": Kind("super-resolution", (3, 256, 256), ((INFERENCE, 1), (TRAINING, 16))),
     "separable_sr": Kind("super-resolution", (3, 256, 256), ((INFERENCE, 1),)),
     "replknet": Kind("large filters", _IMAGE, ((INFERENCE, 32), (TRAINING, 16))),
@@ -115,6 +116,7 @@ BROAD = {
     "conformer": Kind("speech", (500, 256), ((INFERENCE, 16), (TRAINING, 16))),
     "conv_tasnet": Kind("speech", (1, 32000), ((TRAINING, 4),)),
     "hifigan": Kind("speech", (80, 128), ((INFERENCE, 1), (TRAINING, 16))),
+    "short_lines": Kind("sequences", (2048, 1024), ((INFERENCE, 4), (TRAINING, 4))),
 }
 
 

@@ -222,14 +222,16 @@ def test_a_way_without_a_part_is_not_a_graph_that_was_kept_with_it(
     assert should_use_local_autograd_cache()
 
 
-@pytest.mark.parametrize("name", ["detector", "unet_volumes", "video_decoder", "hifigan"])
+@pytest.mark.parametrize(
+    "name", ["detector", "unet_volumes", "video_decoder", "hifigan", "short_lines"]
+)
 def test_networks_of_the_broad_suite_run(name: str) -> None:
     from benchmarks.networks import broad_models
 
     model = getattr(broad_models, name)().eval()
     shape = {
         "detector": (3, 64, 64), "unet_volumes": (1, 16, 16, 16), "video_decoder": (16, 1, 3, 5),
-        "hifigan": (80, 4),
+        "hifigan": (80, 4), "short_lines": (5, 1024),
     }[name]  # fmt: skip
     with torch.no_grad():
         out = model(torch.randn(1, *shape))
