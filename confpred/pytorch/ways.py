@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ Start = Callable[[nn.Module], Callable[..., Any]]
 #: 2-norm, and this much more: networks with random weights magnify rounding, each by another
 #: factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01
+#: Factors of a loss, as gradient scalers try them: without one, the gradients of large images are
+#: too small for float16.
+SCALES = (2.0**16, 2.0**10, 2.0**4)
 WARM_UPS = 4
 LEAST_STEPS = 3  # of a turn
 ROUNDS, TURN_S = 9, 0.05
@@ -79,6 +82,7 @@ class Subject:
         loss: from the results of a forward to what backward begins with.
         half: the dtype of half precision.
         checked: number of images whose results are compared in inference; None for all.
+        scale: factor of the gradients.
     """
 
     model: nn.Module
@@ -87,6 +91,7 @@ class Subject:
     loss: Callable[[Any], Tensor] = mean_square
     half: torch.dtype = torch.float16
     checked: int | None = None
+    scale: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -123,14 +128,16 @@ class Subject:
         if not self.training:
             return infer
         # A small rate: the figures are of time, and the loss must stay finite however many steps.
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, foreach=True)
+        rate = 1e-5 / self.scale
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, foreach=True)
+        of_loss = torch.tensor(self.scale, device=self.device)
 
         def train() -> Tensor:
             optimizer.zero_grad(set_to_none=True)  # first: `answer` reads gradients after a step
             with self._autocast():
                 out = forward(*arguments)
             loss = self.loss(out)
-            loss.backward()
+            loss.backward(of_loss)
             optimizer.step()
             return loss.detach()
 
@@ -157,10 +164,20 @@ class Subject:
         model = self.copy_of_model().float()
         with flags:
             if self.training:
-                self.loss(model(*self.inputs)).backward()
+                (self.loss(model(*self.inputs)) * self.scale).backward()
                 return self.answer(model, None)
             with torch.inference_mode():
                 return self.answer(model, model(*self._in(torch.float32, self.checked)))
+
+    def scaled(self) -> Subject:
+        """Return this step with the largest of `SCALES` that leaves gradients finite; without one
+        where none does, and in inference."""
+        for scale in SCALES if self.training else ():
+            model, subject = self.copy_of_model(), replace(self, scale=scale)
+            subject.step_of(model, model)()
+            if subject.answer(model, None).isfinite().all():
+                return subject
+        return self
 
     def synchronize(self) -> None:
         """Wait until the device has done its work."""
@@ -277,6 +294,7 @@ def measure(
         say: called with the name of a way and the step that begins.
     """
     try:
+        subject = subject.scaled()
         expected = subject.reference()
     except torch.OutOfMemoryError as error:
         text = "the step in float32, which results are compared with, is out of memory"

@@ -121,8 +121,10 @@ def lies_channels_last(x: Tensor) -> bool:
 
 def layout_of(x: Tensor) -> str:
     """Return the layout that confpred's operators give to the results for an input `x`: its own, as
-    PyTorch gives the results of images; images are always channels last."""
-    return "channels_last" if x.dim() == 4 or is_channels_last(x) else "channels_first"
+    PyTorch gives the results of images; images are always channels last. Lines and volumes need
+    not be dense: a part of the channels of a matrix product lies as the whole does."""
+    is_last = x.stride(1) == 1 and x.shape[1] > 1 and not x.is_contiguous()
+    return "channels_last" if x.dim() == 4 or is_last else "channels_first"
 
 
 def dense(t: Tensor, layout: str = "channels_last") -> Tensor:

@@ -72,6 +72,8 @@ def test_layouts_of_lines_and_volumes() -> None:
         again = loading.dense(t.contiguous())
         assert again.stride() == last.stride()
         assert loading.dense(last, "channels_first").is_contiguous()
+    assert loading.layout_of(part_of_channels(line())) == "channels_last"
+    assert loading.layout_of(torch.randn(2, 8, 5)[:, :4]) == "channels_first"
     one = line(channels=1)
     assert loading.lies_channels_last(one)
     assert loading.layout_of(one) == "channels_first"
@@ -149,6 +151,13 @@ CAUSAL = {
     "cut, sum": lambda m, x: F.relu(x + m.padded(x)[..., :-3]),
     "two cuts, sum": lambda m, x: F.relu(m.padded(x)[..., :-3] + m.padded(x * 2)[..., :-3]),
 }
+
+
+def part_of_channels(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` as a part of a tensor of twice the channels, which are last."""
+    return torch.cat([x.mT, x.mT], 2).mT[:, : x.shape[1]]
+
+
 NOT_CAUSAL = {
     "a seen slice": lambda m, x: m.padded(x)[..., :-3],
     "both sides": lambda m, x: F.silu(m.plain(F.pad(x, (3, 1)))),
@@ -157,6 +166,7 @@ NOT_CAUSAL = {
     "the beginning": lambda m, x: F.silu(m.padded(x)[..., 3:]),
     "steps": lambda m, x: F.silu(m.padded(x)[..., :-3:2]),
     "channels last": lambda m, x: F.silu(m.plain(F.pad(x.mT.contiguous().mT, (0, 0)))),
+    "a part of channels last": lambda m, x: F.silu(m.padded(part_of_channels(x))[..., :-3]),
 }
 
 

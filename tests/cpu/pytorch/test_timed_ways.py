@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,3 +66,13 @@ def test_a_ratio_is_of_times_of_one_round() -> None:
     assert ratio([], [1.0]) is None
     with pytest.raises(ValueError, match="argument 2"):
         ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1e-8, 2.0**16), (1.0, 2.0**10), (1e6, 1.0)])
+def test_gradients_are_scaled_into_what_float16_holds(size: float, scale: float) -> None:
+    subject = replace(
+        _subject(training=True, loss=lambda x: size * x.float().sum()), half=torch.float16
+    )
+    assert subject.scaled().scale == scale
+    found = _measured(subject)["eager"]
+    assert size > 1 or found["difference"] < 0.01
