@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from confpred.pytorch.rewrite.passes import val_of
 from confpred.pytorch.run.memory import Run
 
+aten = torch.ops.aten
 log = logging.getLogger("confpred")
 
 
@@ -54,8 +55,34 @@ def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     for old, new in zip(*placeholders, strict=True):
         new.target = old.target
         new._rename(old.name)
+    permute_before_pointwise(traced.graph)
     traced.recompile()
     return traced
+
+
+def permute_before_pointwise(graph: fx.Graph) -> None:
+    """Permute the operands of pointwise operators in place, not their results, where that brings
+    the axes into the order of memory. Inductor lays such a result out in the order of its shape,
+    whatever its strides are, and a view of it, such as a factor of a product, is a copy then."""
+    for node in reversed(graph.find_nodes(op="call_function", target=aten.permute.default)):
+        source: Any = node.args[0]
+        operands, shape = source.all_input_nodes, val_of(source).shape
+        if (
+            torch.Tag.pointwise not in getattr(source.target, "tags", ())
+            or len(source.users) != 1
+            or val_of(source).is_contiguous()
+            or not val_of(node).is_contiguous()
+            or any(getattr(val_of(x), "shape", None) != shape for x in operands)
+        ):
+            continue
+        for x in operands:
+            with graph.inserting_before(source):
+                permuted = graph.call_function(aten.permute.default, (x, node.args[1]))
+            permuted.meta = x.meta | {"val": val_of(x).permute(node.args[1])}
+            source.replace_input_with(x, permuted)
+        source.meta["val"] = val_of(node)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
 
 
 def compile_pass(

@@ -25,6 +25,7 @@ from confpred.pytorch.run.library import HALF
 from confpred.pytorch.run.loading import (
     LAST_FORMATS,
     dense,
+    is_dense,
     layout_of,
     lies_channels_last,
 )
@@ -258,8 +259,9 @@ def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...
 
 
 def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
-    """Let a convolution of lines or volumes read them in the layout that it was chosen for. Return
-    whether the strides of the result of `node` may be others than PyTorch's."""
+    """Let a convolution of lines or volumes read them in the layout that it was chosen for, and
+    dense: Inductor's copy is faster than the operator's own. Return whether the strides of the
+    result of `node` may be others than PyTorch's."""
     if not _is_of_another_rank(node):
         return node.target in _NORMS
     call: Any = node.args[-1]
@@ -268,7 +270,7 @@ def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
         layout = getattr(problems[0], "layout", "channels_last")
         # One image is read forward; two backward, the gradient of the output and the input.
         for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
-            if layout_of(vals[source]) != layout:
+            if layout_of(vals[source]) != layout or not is_dense(vals[source], layout):
                 _copy_dense(source, layout, vals, made, node)
     return True
 

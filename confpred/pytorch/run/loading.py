@@ -127,6 +127,11 @@ def layout_of(x: Tensor) -> str:
     return "channels_last" if x.dim() == 4 or is_last else "channels_first"
 
 
+def is_dense(x: Tensor, layout: str) -> bool:
+    """Return whether `x` lies in a `layout` as kernels read it."""
+    return lies_channels_last(x) if layout == "channels_last" else x.is_contiguous()
+
+
 def dense(t: Tensor, layout: str = "channels_last") -> Tensor:
     """Return `t` as kernels of a `layout` read it, or a dense vector; no negative view."""
     t = t.resolve_neg()

@@ -311,6 +311,14 @@ def test_processes_of_an_unknown_board_are_those_that_are_left(tmp_path: Path) -
         unknown_board.parsed(["--networks", "conv_tasnet"])  # which is trained alone
 
 
+def test_an_unknown_board_is_measured_as_networks_are(tmp_path: Path, capsys: Any) -> None:
+    told = unknown_board.parsed(["--networks", "x3d", "--budget", "0", "--out", str(tmp_path)])
+    told.folder, told.device = tmp_path, "cpu"
+    networks.run("unknown_board", unknown_board.tasks_of, told, unknown_board.summed)
+    left_out = ["left out for want of time: x3d inference 8"] * 3
+    assert capsys.readouterr().out.splitlines() == left_out
+
+
 def test_models_are_hidden_while_a_network_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,28 @@ def test_other_slices_and_paddings_stay(captured, launches, kind) -> None:
     assert all(getattr(p, "cut", 0) == 0 for p in launches)
 
 
+def test_a_part_of_other_channels_is_copied_by_the_graph(captured, launches) -> None:
+    run(Around(lambda m, x: F.silu(m.padded(x[:, :8])).mT, **layers()), line(channels=16))
+    assert [type(p) for p in launches] == [Problem]  # an image's, as it is channels last
+    assert CLONE in captured.of("inference").targets()
+
+
+def test_inductor_computes_a_factor_of_a_product_in_one_pass() -> None:
+    from torch._inductor import metrics
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return (F.silu(x[:, :8]) * F.silu(x[:, 8:])).mT @ m.weight
+
+    module = Around(forward)
+    module.weight = nn.Parameter(torch.randn(8, 4))
+    x, options = line(channels=16), {"inductor": True}
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        metrics.reset()
+        found = torch.compile(module, backend="confpred", options=options)(x)
+        torch.testing.assert_close(found, module(x))
+    assert metrics.generated_kernel_count == 1
+
+
 def test_a_causal_layer_without_a_kernel_is_as_it_was(captured, launches) -> None:
     captured.wins = lambda problem: not getattr(problem, "cut", 0)
     run(Around(CAUSAL["pad"], **layers()), line(length=11).contiguous())
