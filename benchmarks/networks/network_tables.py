@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.networks.networks import BROAD, MODES
@@ -27,22 +28,22 @@ RUNS = {
     "channels first": "PyTorch, channels first",
     **WAYS,
 }
-#: Ways of confpred's, and what the name of a step says of them.
-OURS = {"optimize": "", "inductor=False": ", `inductor=False`"}
 
 
 def summary(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate confpred's ways over all networks, by mode and batch, beside the noise."""
+    """Tabulate the default way over all networks, by mode and batch, beside the noise."""
     heads = (
         "step, batch", "networks", "wall time over eager: geomean", "least",
         "GPU time over eager: geomean", "least", "over Inductor: geomean", "least",
         "eager over itself",
     )  # fmt: skip
     rows = []
-    for name, way, group in _by_way(result["rows"]):
-        cells = [_count(group, way)]
+    for name, group in _groups(result["rows"]):
+        if not any(row["way"] == "optimize" for row in group):
+            continue
+        cells = [_count(group, "optimize")]
         for field in ("over_eager", "graph_over_eager", "graph_over_compile"):
-            cells += _mean_and_least(_values(group, way, field))
+            cells += _mean_and_least(_values(group, "optimize", field))
         rows.append((name, *cells, _noise(group)))
     return _filled(heads, rows, markdown)
 
@@ -68,24 +69,32 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     return _filled(heads, cells, markdown)
 
 
-def broad_each(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate each step of the broad suite."""
-    heads = ("network", "kind", "step, batch", "over eager", "over `reduce-overhead`",
-             "GPU time over Inductor", "the same, `inductor=False`", "memory over r-o")  # fmt: skip
-    steps: dict[tuple[str, str, int], dict[str, Row]] = {}
-    for row in result["rows"]:
-        steps.setdefault((row["network"], row["mode"], row["batch"]), {})[row["way"]] = row
-    cells = []
-    for (network, mode, batch), ways in steps.items():
-        ours, theirs = ways.get("optimize", {}), ways.get("reduce-overhead", {})
-        memory = [way.get("peak_mb") for way in (ours, theirs)]
-        shown = [
-            _shown(ours, f) for f in ("over_eager", "over_reduce-overhead", "graph_over_compile")
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw how many times as fast as ``reduce-overhead`` each step of the broad suite is."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in reversed(BROAD) if any(r["network"] == name for r in result["rows"])]
+    figure = Figure(figsize=(8, 0.8 + 0.22 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    for mode, marker in zip(MODES, "os", strict=True):
+        steps = [row for row in result["rows"] if (row["mode"], row["way"]) == (mode, "optimize")]
+        found = [
+            (speed, names.index(row["network"]))
+            for row in steps
+            if (speed := row.get("over_reduce-overhead"))
         ]
-        shown.append(_shown(ways.get("inductor=False", {}), "graph_over_compile"))
-        shown.append(f"{memory[0] / memory[1]:.2f}x" if all(memory) else "")
-        cells.append((network, BROAD[network].kind, f"{mode}, {batch}", *shown))
-    return _filled(heads, cells, markdown, 3)
+        axes.scatter(*zip(*found, strict=True), s=22, marker=marker, label=mode)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    ticks = (0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 15)
+    axes.set_xticks(ticks, [f"{tick}x" for tick in ticks], minor=False)
+    axes.set_xticks((), minor=True)
+    axes.set_yticks(range(len(names)), [f"{name} ({BROAD[name].kind})" for name in names])
+    axes.set_xlabel("times as fast as torch.compile(mode='reduce-overhead')", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right", fontsize=8)
+    figure.savefig(path, dpi=130)
 
 
 def _noise(group: Sequence[Row]) -> str:
@@ -106,11 +115,11 @@ def _filled(
 
 def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
     """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
-    names = ("eager", "optimize", "inductor=False", "compile")
+    names = ("eager", "optimize", "compile")
     shown = {"eager": "eager"} | WAYS
     heads = ["first step of"]
     heads += [f"{shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
-    heads += [f"memory over eager, {name}: geomean, most" for name in WAYS.values()]
+    heads += [f"memory over eager, {shown[way]}: geomean, most" for way in names[1:]]
     results = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
     rows = []
     for mode in MODES:
@@ -122,7 +131,7 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
                     ways[way]["first_s"] for ways in networks if "first_s" in ways.get(way, {})
                 ]
                 cells.append(f"{statistics.median(first):.1f}" if first else "")
-        for way in WAYS:
+        for way in names[1:]:
             ratios = [
                 ways[way]["peak_mb"] / ways["eager"]["peak_mb"]
                 for ways in both[1]
@@ -167,14 +176,6 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         for batch in sorted({row["batch"] for row in rows if row["mode"] == mode}):
             group = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
             yield f"{mode}, {batch}", group
-
-
-def _by_way(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield the rows of each mode and batch for each of confpred's ways in them, with a name."""
-    for name, group in _groups(rows):
-        for way, more in OURS.items():
-            if any(row["way"] == way for row in group):
-                yield name + more, way, group
 
 
 def _by_step(rows: Sequence[Row], mode: str) -> list[tuple[tuple[str, int], dict[str, Row]]]:
@@ -226,7 +227,6 @@ def _shown(row: Row, field: str, form: str = "{:.2f}x") -> str:
 #: Table -> its result files, and the function that makes it.
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "broad": (("broad.json",), broad),
-    "broad-each": (("broad.json",), broad_each),
     "networks": (("networks.json",), summary),
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "losses": (("losses.json",), losses),

@@ -188,9 +188,13 @@ def merged(
 
 
 def measure(told: argparse.Namespace) -> None:
-    """Measure the suite that is asked for, or compile it."""
+    """Measure the suite that is asked for, compile it, or draw its results."""
     name = "broad" if told.suite == "broad" else "networks"
-    if told.ahead:
+    if told.plot:
+        from benchmarks.networks.network_tables import plot
+
+        plot(json.loads((told.out / "broad.json").read_text()), told.out / "broad.png")
+    elif told.ahead:
         path = told.out / f"{name}.json"
         compile_ahead(tasks_of(told, json.loads(path.read_text()) if path.exists() else {}), told)
     else:
@@ -326,6 +330,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--ahead", type=int, default=0, metavar="N", help="only compile, by N processes on a GPU"
     )
     parser.add_argument("--compiled", action="store_true", help="record that caches are full")
+    parser.add_argument("--plot", action="store_true", help="only draw the broad suite's results")
     parser.add_argument("--first", action="store_true", help="first steps alone")
     parser.add_argument("--cold", action="store_true", help="the same with empty caches of kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
