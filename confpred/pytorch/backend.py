@@ -330,6 +330,7 @@ class Compiler:
         if self.inductor:
             joint, steps = self._decompose(joint, inputs, steps), []
         if self.inductor:
+            self._attempt(joint, [normalising.recompute_norms])
             passes.save_reads_of_written(joint.graph)
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options

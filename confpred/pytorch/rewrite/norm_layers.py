@@ -158,11 +158,16 @@ def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) ->
         return None
 
     def layer(chain: Chain) -> Layer:
+        epilogues = [(chain.activation, chain.sum is not None)] * 2
+        if chain.sum is not None and chain.activation == "relu" and len(chain.residual.users) == 1:
+            # The residual would be saved for this gradient alone. ReLU's own reads the result,
+            # which the next layer's gradient reads, too.
+            chain, epilogues[1] = replace(chain, gradient=None), ("none", False)
         problems = [
             norms.problem_of(
-                sites.sizes_of(images[0]), images[0].dtype, direction, chain.activation,
-                residual=chain.sum is not None, affine=weight is not None, frozen=frozen,
-            ) for direction in _DIRECTIONS
+                sites.sizes_of(images[0]), images[0].dtype, direction, activation,
+                residual=residual, affine=weight is not None, frozen=frozen,
+            ) for direction, (activation, residual) in zip(_DIRECTIONS, epilogues, strict=True)
         ]  # fmt: skip
         inputs = [None if norm.args[place] is None else (norm, place) for place in range(5)]
         return Layer(
