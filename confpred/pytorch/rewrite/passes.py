@@ -102,9 +102,10 @@ def is_view(node: fx.Node) -> bool:
 def owner_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory the result of `node` may share: the source of a view, else
     `node` itself."""
-    while is_view(node.args[0] if node.target is operator.getitem else node):  # type: ignore[arg-type]
-        node = node.all_input_nodes[0]
-    return node
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    if not is_view(source) or not node.all_input_nodes:  # the view of a number has no source
+        return node
+    return owner_of(node.all_input_nodes[0])
 
 
 def readers_of_memory(node: fx.Node) -> list[fx.Node]:
