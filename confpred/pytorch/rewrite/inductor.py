@@ -69,6 +69,7 @@ def permute_before_pointwise(graph: fx.Graph) -> None:
         operands, shape = source.all_input_nodes, val_of(source).shape
         if (
             torch.Tag.pointwise not in getattr(source.target, "tags", ())
+            or "memory_format" in source.kwargs
             or len(source.users) != 1
             or val_of(source).is_contiguous()
             or not val_of(node).is_contiguous()

@@ -214,6 +214,26 @@ def test_inductor_computes_a_factor_of_a_product_in_one_pass() -> None:
     assert metrics.generated_kernel_count == 1
 
 
+@pytest.mark.parametrize(("forward", "stays"), [
+    (lambda x: F.silu(x).permute(0, 2, 1), False),
+    (lambda x: torch.mul(x, x[:, :1]).permute(0, 2, 1), True),
+    (lambda x: (x * 2).permute(2, 0, 1), True),  # not in the order of memory
+    (lambda x: x[:, :, None].clone(memory_format=torch.channels_last).permute(0, 2, 3, 1), True),
+])  # fmt: skip
+def test_operands_are_permuted_where_that_changes_no_number(forward, stays) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from confpred.pytorch.rewrite import inductor
+
+    graph = make_fx(forward, tracing_mode="fake")(line()).graph
+    inductor.permute_before_pointwise(graph)
+    last: Any = graph.output_node().args[0]
+    assert (last.target is torch.ops.aten.permute.default) == stays
+    found = [call(line()) for call in (torch.fx.GraphModule({}, graph), forward)]
+    torch.testing.assert_close(*found)
+    assert found[0].stride() == found[1].stride()
+
+
 def test_a_causal_layer_without_a_kernel_is_as_it_was(captured, launches) -> None:
     captured.wins = lambda problem: not getattr(problem, "cut", 0)
     run(Around(CAUSAL["pad"], **layers()), line(length=11).contiguous())
