@@ -136,6 +136,37 @@ def causal_lines_in_training(run: Run) -> Any:
     return train(run, model, x.contiguous(), x)
 
 
+class Gated(nn.Module):
+    """Blocks of state-space models: layers read a part of the channels of a product, and a product
+    reads theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(C, 2 * C), nn.Linear(C, C)
+        self.cut = nn.Conv1d(C, C, 4, padding=3, groups=C)
+        self.padded = nn.Conv1d(C, C, 3, groups=C)
+        self.same = nn.Conv1d(C, C, 5, padding=2, groups=C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.cut, self.padded, self.same):
+            inner, gate = self.first(x).mT.chunk(2, 1)
+            inner = F.pad(inner, (2, 0)) if layer is self.padded else inner
+            y = F.silu(layer(inner)[..., : x.shape[1]]) * F.silu(gate)
+            x = x + self.last(y.mT)
+        return x
+
+
+@hazard(layers=3)
+def gated_lines(run: Run) -> Any:
+    return infer(run, run.optimize(run.network(Gated)), lines(run).mT)
+
+
+@hazard(layers=6)
+def gated_lines_in_training(run: Run) -> Any:
+    model = run.optimize(run.network(Gated, train=True))
+    return train(run, model, lines(run, dtype=torch.float32).mT)
+
+
 class Cuts(nn.Module):
     """Slices and paddings that are nearly those of a causal layer."""
 
