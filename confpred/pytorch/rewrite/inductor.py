@@ -61,15 +61,16 @@ def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def permute_before_pointwise(graph: fx.Graph) -> None:
-    """Permute the operands of pointwise operators in place, not their results, where that brings
-    the axes into the order of memory. Inductor lays such a result out in the order of its shape,
-    whatever its strides are, and a view of it, such as a factor of a product, is a copy then."""
+    """Permute the operands of pointwise operators of lines in place, not their results, where that
+    brings the axes into the order of memory. Inductor lays such a result out in the order of its
+    shape, whatever its strides are, and a view of it, such as a factor of a product, is a copy
+    then. Images and volumes that are channels last it knows itself."""
     for node in reversed(graph.find_nodes(op="call_function", target=aten.permute.default)):
         source: Any = node.args[0]
         operands, shape = source.all_input_nodes, val_of(source).shape
         if (
             torch.Tag.pointwise not in getattr(source.target, "tags", ())
-            or "memory_format" in source.kwargs
+            or val_of(source).dim() != 3
             or len(source.users) != 1
             or val_of(source).is_contiguous()
             or not val_of(node).is_contiguous()
