@@ -376,7 +376,10 @@ class Compiler:
     def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
         """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        lower = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
+        lower = partial(
+            normalising.lower_norms, choose=choose, operations=names, layers=self.norms,
+            compiled=self.inductor,
+        )  # fmt: skip
         return [lower, layouts.keep_strides] if names else []
 
     def _decompose(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:

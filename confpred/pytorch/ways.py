@@ -15,13 +15,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree
 
 from confpred.errors import ConfpredError, InvalidInput, first_line
@@ -33,9 +34,9 @@ Start = Callable[[nn.Module], Callable[..., Any]]
 #: 2-norm, and this much more: networks with random weights magnify rounding, each by another
 #: factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01
-#: Factors of a loss, as gradient scalers try them: without one, the gradients of large images are
-#: too small for float16.
-SCALES = (2.0**16, 2.0**10, 2.0**4)
+#: Largest factor of a loss, as gradient scalers begin with it, and about the largest gradient that
+#: it leaves: float16 holds 2**16, and without a factor those of large images are too small for it.
+MOST_SCALED, LARGEST = 2.0**16, 2.0**12
 WARM_UPS = 4
 LEAST_STEPS = 3  # of a turn
 ROUNDS, TURN_S = 9, 0.05
@@ -156,33 +157,41 @@ class Subject:
             return _flat([p.grad for _, p in named if p.grad is not None])
         return _flat([x[: self.checked] for x in _pytree.tree_leaves(out) if _is_float(x)])
 
-    def reference(self) -> Tensor:
-        """Return the answer in float32, without TF32."""
+    def reference(self) -> tuple[Tensor, Subject]:
+        """Return the answer in float32, without TF32, and this step with a scale for `half`."""
         flags = torch.backends.cudnn.flags(
             enabled=True, benchmark=False, deterministic=False, allow_tf32=False
         )
         model = self.copy_of_model().float()
         with flags:
             if self.training:
-                (self.loss(model(*self.inputs)) * self.scale).backward()
-                return self.answer(model, None)
+                with largest_gradients() as largest:
+                    self.loss(model(*self.inputs)).backward()
+                most = max(map(float, largest), default=0.0)
+                power = math.floor(math.log2(LARGEST / most)) if 0 < most < math.inf else 0
+                subject = replace(self, scale=min(2.0**power, MOST_SCALED))
+                return self.answer(model, None) * subject.scale, subject
             with torch.inference_mode():
-                return self.answer(model, model(*self._in(torch.float32, self.checked)))
-
-    def scaled(self) -> Subject:
-        """Return this step with the largest of `SCALES` that leaves gradients finite; without one
-        where none does, and in inference."""
-        for scale in SCALES if self.training else ():
-            model, subject = self.copy_of_model(), replace(self, scale=scale)
-            subject.step_of(model, model)()
-            if subject.answer(model, None).isfinite().all():
-                return subject
-        return self
+                return self.answer(model, model(*self._in(torch.float32, self.checked))), self
 
     def synchronize(self) -> None:
         """Wait until the device has done its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+@contextmanager
+def largest_gradients() -> Iterator[list[Tensor]]:
+    """Collect the largest gradient of each result of a module in the block."""
+    found = []
+
+    def watch(module: nn.Module, inputs: Any, out: Any) -> None:
+        for x in _pytree.tree_leaves(out):
+            if _is_float(x) and x.requires_grad:
+                x.register_hook(lambda grad: found.append(grad.abs().max()))
+
+    with register_module_forward_hook(watch):
+        yield found
 
 
 def device_named(name: str) -> torch.device:
@@ -294,8 +303,7 @@ def measure(
         say: called with the name of a way and the step that begins.
     """
     try:
-        subject = subject.scaled()
-        expected = subject.reference()
+        expected, subject = subject.reference()
     except torch.OutOfMemoryError as error:
         text = "the step in float32, which results are compared with, is out of memory"
         raise ConfpredError(f"{text}; give a smaller --shape") from error

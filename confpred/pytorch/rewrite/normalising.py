@@ -39,8 +39,9 @@ aten, confpred = torch.ops.aten, torch.ops.confpred
 
 
 def lower_norms(
-    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
-) -> None:
+    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str],
+    layers: list[sites.Site], *, compiled: bool = False,
+) -> None:  # fmt: skip
     """Replace norms of a graph by confpred's operators in place, where these are predicted to be
     faster in both directions together.
 
@@ -49,6 +50,7 @@ def lower_norms(
         choose: chooses for the problems of all norms in one call.
         operations: names of the operations to choose for.
         layers: gets the sites of the norms that confpred can compute, replaced or not.
+        compiled: whether Inductor compiles the other operators.
     """
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
@@ -65,7 +67,7 @@ def lower_norms(
     lies = norm_layers.make_layout_test(graph, has_groups)
     for node in graph.nodes:
         if node.target is norm_layers.BATCH_NORM_BACKWARD and BATCH_NORM.name in operations:
-            take(norm_layers.match_batch_norm(node, claimed, lies))
+            take(norm_layers.match_batch_norm(node, claimed, lies, compiled))
         if str(node.target) in norm_layers.GRADIENTS and has_groups:
             take(norm_layers.match_group_norm(norm_layers.norm_of(node), node, claimed, lies))
     # The later one of two norms that are summed takes the sum: the other's is there by then.

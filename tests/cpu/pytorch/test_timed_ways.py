@@ -68,11 +68,10 @@ def test_a_ratio_is_of_times_of_one_round() -> None:
         ratio([1.0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1e-8, 2.0**16), (1.0, 2.0**10), (1e6, 1.0)])
+@pytest.mark.parametrize(("size", "scale"), [(1e-8, 2.0**16), (1.0, 2.0**12), (1e6, 2.0**-8)])
 def test_gradients_are_scaled_into_what_float16_holds(size: float, scale: float) -> None:
     subject = replace(
         _subject(training=True, loss=lambda x: size * x.float().sum()), half=torch.float16
     )
-    assert subject.scaled().scale == scale
-    found = _measured(subject)["eager"]
-    assert size > 1 or found["difference"] < 0.01
+    assert subject.reference()[1].scale == scale
+    assert _measured(subject)["eager"]["difference"] < 0.01
