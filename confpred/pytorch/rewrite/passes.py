@@ -103,9 +103,8 @@ def owner_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory the result of `node` may share: the source of a view, else
     `node` itself."""
     source: Any = node.args[0] if node.target is operator.getitem else node
-    if not is_view(source) or not node.all_input_nodes:  # the view of a number has no source
-        return node
-    return owner_of(node.all_input_nodes[0])
+    inputs = node.all_input_nodes if is_view(source) else ()  # none where it views a number
+    return owner_of(inputs[0]) if inputs else node
 
 
 def readers_of_memory(node: fx.Node) -> list[fx.Node]:

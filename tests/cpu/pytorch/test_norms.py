@@ -273,7 +273,7 @@ def shortcut(model: Any, x: Tensor) -> Tensor:
 def not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs for Inductor run operator by operator: no C++ is compiled."""
     run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
-    monkeypatch.setattr(backend.inductor, "compile_pass", run)
+    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # C++ takes half a minute a graph
 
 
 @pytest.mark.usefixtures("not_lowered")

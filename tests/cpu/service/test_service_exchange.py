@@ -9,9 +9,11 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -259,10 +261,17 @@ def test_a_full_disk_refuses_and_is_got_over(site: Site, rows: pa.Table) -> None
 def test_nothing_acknowledged_is_lost_where_processes_are_killed(
     site: Site, rows: pa.Table
 ) -> None:
+    def acknowledged(body: bytes) -> Any:
+        """Return the id of an upload, sent until it is acknowledged: the process that reads it may
+        be the one that is killed."""
+        for _ in range(3):
+            with suppress(httpx.TransportError):
+                return site.send(body, "write").json()["id"]
+        raise AssertionError("no upload is acknowledged")
+
     ids = []
     for number in range(6):
-        reply = site.send(whole(rows.slice(40_000 + 30 * number, 30)), "write")
-        ids.append(reply.json()["id"])
+        ids.append(acknowledged(whole(rows.slice(40_000 + 30 * number, 30))))
         if number % 2:
             site.kill_keeper()
     eventually(lambda: any(map(killed, site.server.workers() - site.keepers())))
