@@ -330,7 +330,6 @@ class Compiler:
         if self.inductor:
             joint, steps = self._decompose(joint, inputs, steps), []
         if self.inductor:
-            self._attempt(joint, [normalising.recompute_norms])
             passes.save_reads_of_written(joint.graph)
             return partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", **options
@@ -376,10 +375,7 @@ class Compiler:
     def _norm_steps(self, choose: choosing.Choose, kinds: Sequence[Operation]) -> list[Step]:
         """Return the steps that lower norms of `kinds`; empty where there is no model of them."""
         names = [kind.name for kind in kinds if choosing.is_known(kind.name)]
-        lower = partial(
-            normalising.lower_norms, choose=choose, operations=names, layers=self.norms,
-            compiled=self.inductor,
-        )  # fmt: skip
+        lower = partial(normalising.lower_norms, choose=choose, operations=names, layers=self.norms)
         return [lower, layouts.keep_strides] if names else []
 
     def _decompose(self, gm: fx.GraphModule, inputs: Any, steps: Sequence[Step]) -> fx.GraphModule:

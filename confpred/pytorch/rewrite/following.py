@@ -23,7 +23,6 @@ from confpred.pytorch.run.loading import is_channels_last
 aten = torch.ops.aten
 FIXED_NORM = aten._native_batch_norm_legit_no_training.default
 _ALIASES = (aten.alias.default, aten.detach.default)
-_REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
 #: Names of activations by the operator of the forward pass, and its arguments behind the first.
 ACTIVATIONS: dict[Any, dict[tuple[Any, ...], str]] = {}
 for _name, _row in GRADIENTS.items():
@@ -156,12 +155,6 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 def _only_reader(node: fx.Node) -> fx.Node | None:
     readers = readers_of(node)
     return readers[0] if len(readers) == 1 else None
-
-
-def is_pass(node: fx.Node) -> bool:
-    """Return whether Inductor computes `node` in a pass over memory that can compute its inputs,
-    too."""
-    return node.target in _REDUCTIONS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def source_of(node: Any) -> Any:

@@ -36,6 +36,7 @@ aten = torch.ops.aten
 confpred = torch.ops.confpred
 _UNFOLDED = "folded filter beyond float16"
 _PLAIN = (Tensor, torch.nn.Parameter)  # no fake tensor, and no other subclass
+_REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction, aten.amax.default)
 _PATTERNS = (following.take_norm, following.take_sum, following.take_activation)
 
 
@@ -155,8 +156,13 @@ def _kernel_ms(choice: Choice) -> float:
 def _is_fused_by_readers(node: fx.Node, taken: Collection[fx.Node]) -> bool:
     """Return whether Inductor computes all readers of `node` in passes that can compute `node` too,
     as none of them is `taken` by another operator."""
+
+    def is_pass(reader: fx.Node) -> bool:
+        tags = getattr(reader.target, "tags", ())
+        return reader.target in _REDUCTIONS or torch.Tag.pointwise in tags
+
     readers = following.readers_of(node)
-    return bool(readers) and all(following.is_pass(n) and n not in taken for n in readers)
+    return bool(readers) and all(is_pass(reader) and reader not in taken for reader in readers)
 
 
 def _site(chain: following.Chain) -> sites.Site:

@@ -131,12 +131,9 @@ def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
     return lies
 
 
-def match_batch_norm(
-    backward: Any, claimed: Collection[fx.Node], lies: Lies, compiled: bool
-) -> Layer | None:
+def match_batch_norm(backward: Any, claimed: Collection[fx.Node], lies: Lies) -> Layer | None:
     """Return the batch norm with the gradient `backward`; None if kernels cannot compute both.
-    `claimed` are nodes of other layers; `lies` is the function of `make_layout_test`; Inductor
-    computes the other operators if they are `compiled`."""
+    `claimed` are nodes of other layers; `lies` is the function of `make_layout_test`."""
     arguments: Any = backward.args
     grad, x, weight, _, _, mean, _, training, _, mask = arguments
     norm: Any = next(iter(mean.all_input_nodes), None) if isinstance(mean, fx.Node) else None
@@ -161,17 +158,11 @@ def match_batch_norm(
         return None
 
     def layer(chain: Chain) -> Layer:
-        epilogues = [(chain.activation, chain.sum is not None)] * 2
-        is_sum = chain.sum is not None and chain.activation == "relu"
-        if compiled and is_sum and len(chain.residual.users) == 1:
-            # The residual would be saved for this gradient alone. ReLU's own reads the result,
-            # which the next layer's gradient reads, too, in a pass that is there anyway.
-            chain, epilogues[1] = replace(chain, gradient=None), ("none", False)
         problems = [
             norms.problem_of(
-                sites.sizes_of(images[0]), images[0].dtype, direction, activation,
-                residual=residual, affine=weight is not None, frozen=frozen,
-            ) for direction, (activation, residual) in zip(_DIRECTIONS, epilogues, strict=True)
+                sites.sizes_of(images[0]), images[0].dtype, direction, chain.activation,
+                residual=chain.sum is not None, affine=weight is not None, frozen=frozen,
+            ) for direction in _DIRECTIONS
         ]  # fmt: skip
         inputs = [None if norm.args[place] is None else (norm, place) for place in range(5)]
         return Layer(

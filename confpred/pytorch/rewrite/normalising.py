@@ -7,7 +7,6 @@ keep the fake tensors of the capture, so that `layouts.keep_strides` finds resul
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,26 +21,17 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
-from confpred.pytorch.rewrite.following import is_pass, readers_of
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
-from confpred.pytorch.rewrite.passes import (
-    is_tangent,
-    last_of_inputs,
-    may_be_written,
-    owner_of,
-    result_of,
-    val_of,
-)
+from confpred.pytorch.rewrite.passes import last_of_inputs, may_be_written, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
 
 
 def lower_norms(
-    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str],
-    layers: list[sites.Site], *, compiled: bool = False,
-) -> None:  # fmt: skip
+    graph: fx.Graph, choose: choosing.Choose, operations: Collection[str], layers: list[sites.Site]
+) -> None:
     """Replace norms of a graph by confpred's operators in place, where these are predicted to be
     faster in both directions together.
 
@@ -50,7 +40,6 @@ def lower_norms(
         choose: chooses for the problems of all norms in one call.
         operations: names of the operations to choose for.
         layers: gets the sites of the norms that confpred can compute, replaced or not.
-        compiled: whether Inductor compiles the other operators.
     """
     claimed: set[fx.Node] = set()
     numbers: dict[Any, fx.Node] = {}
@@ -67,7 +56,7 @@ def lower_norms(
     lies = norm_layers.make_layout_test(graph, has_groups)
     for node in graph.nodes:
         if node.target is norm_layers.BATCH_NORM_BACKWARD and BATCH_NORM.name in operations:
-            take(norm_layers.match_batch_norm(node, claimed, lies, compiled))
+            take(norm_layers.match_batch_norm(node, claimed, lies))
         if str(node.target) in norm_layers.GRADIENTS and has_groups:
             take(norm_layers.match_group_norm(norm_layers.norm_of(node), node, claimed, lies))
     # The later one of two norms that are summed takes the sum: the other's is there by then.
@@ -137,83 +126,6 @@ def _replace(
         result = result_of(put, 3)
         for node in find_conversions(inner, val_of(x).dtype, back[0]) or ():
             node.replace_all_uses_with(result, lambda user: user is not back[0])
-
-
-def recompute_norms(graph: fx.Graph) -> None:
-    """Let passes of the backward pass of a joint graph, in the operators that Inductor lowers,
-    compute again what they read of a batch norm.
-
-    PyTorch's partitioner recomputes pointwise operators alone: it would save the norm's result
-    beside its input, which the gradient reads anyway.
-    """
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-    made: dict[fx.Node, fx.Node | None] = {}  # by the node of the forward pass
-
-    def again(node: Any) -> fx.Node | None:
-        """Return a node that computes `node` from tensors that are saved anyway, which may be
-        `node` itself; None if there is none."""
-        if node not in made:
-            owner = owner_of(node)
-            is_read = any(user in backward and not is_pass(user) for user in readers_of(owner))
-            made[node] = node if is_read or owner.op == "placeholder" else compute(node)
-        return made[node]
-
-    def compute(node: fx.Node) -> fx.Node | None:
-        if _is_cheap_result(node):
-            residual = node.args[0].args[3]  # type: ignore[union-attr]
-            term = None if residual is None else again(residual)
-            return None if term is None and residual is not None else _spell_out(node, term)
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-            return None
-        inputs = {n: again(n) for n in node.all_input_nodes}
-        if None in inputs.values():
-            return None
-        is_new = any(n is not new for n, new in inputs.items())
-        return graph.node_copy(node, inputs.__getitem__) if is_new else node
-
-    for node in graph.nodes:
-        if node in backward and is_pass(node):
-            with graph.inserting_before(node):
-                for value in node.all_input_nodes:
-                    if value not in backward:
-                        node.replace_input_with(value, again(value) or value)
-
-
-def _is_cheap_result(node: fx.Node) -> bool:
-    """Return whether `node` is the result of a norm by the batch's statistics, with an activation
-    that `_spell_out` has."""
-    norm: Any = node.args[0] if node.target is operator.getitem else None
-    if norm is None or norm.target is not confpred.batch_norm.default or node.args[1] != 0:
-        return False
-    problem: Any = Assignment.read(norm.args[-1]).problem
-    return problem.activation in ("none", "relu", "silu") and not problem.frozen
-
-
-def _spell_out(result: fx.Node, residual: fx.Node | None) -> fx.Node:
-    """Return a new node of the `result` of a batch norm, in pointwise operators. `residual` is the
-    other term of its sum, or None."""
-    norm: Any = result.args[0]
-    (x, weight, bias, *_), meta = norm.args, result.meta
-    vectors = {item.args[1]: item for item in norm.users}
-    convert = torch.ops.prims.convert_element_type.default
-    y = _insert(norm.graph, convert, (x, torch.float32), meta)
-    steps = (aten.sub, vectors[1]), (aten.mul, vectors[2]), (aten.mul, weight), (aten.add, bias)
-    for target, vector in steps:
-        if vector is not None:
-            column = _insert(norm.graph, aten.view.default, (vector, [1, -1, 1, 1]), meta)
-            y = _insert(norm.graph, target.Tensor, (y, column), meta)
-    if residual is not None:
-        y = _insert(norm.graph, aten.add.Tensor, (y, residual), meta)
-    activation = Assignment.read(norm.args[-1]).problem.activation  # type: ignore[attr-defined]
-    if activation == "relu":
-        y = _insert(norm.graph, aten.relu.default, (y,), meta)
-    elif activation == "silu":
-        sigmoid = _insert(norm.graph, aten.sigmoid.default, (y,), meta)
-        y = _insert(norm.graph, aten.mul.Tensor, (y, sigmoid), meta)
-    return _insert(norm.graph, convert, (y, val_of(result).dtype), meta)
 
 
 def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

@@ -102,9 +102,9 @@ def is_view(node: fx.Node) -> bool:
 def owner_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory the result of `node` may share: the source of a view, else
     `node` itself."""
-    source: Any = node.args[0] if node.target is operator.getitem else node
-    inputs = node.all_input_nodes if is_view(source) else ()  # none where it views a number
-    return owner_of(inputs[0]) if inputs else node
+    while is_view(node.args[0] if node.target is operator.getitem else node):  # type: ignore[arg-type]
+        node = node.all_input_nodes[0]
+    return node
 
 
 def readers_of_memory(node: fx.Node) -> list[fx.Node]:

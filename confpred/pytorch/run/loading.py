@@ -123,7 +123,8 @@ def layout_of(x: Tensor) -> str:
     """Return the layout that confpred's operators give to the results for an input `x`: its own, as
     PyTorch gives the results of images; images are always channels last. Lines and volumes need
     not be dense: a part of the channels of a matrix product lies as the whole does."""
-    is_last = x.stride(1) == 1 and x.shape[1] > 1 and not x.is_contiguous()
+    is_doubtful = x.shape[1] == 1 or x.numel() == x.shape[0] * x.shape[1] or x.is_contiguous()
+    is_last = x.stride(1) == 1 and not is_doubtful  # one channel or position lies in either
     return "channels_last" if x.dim() == 4 or is_last else "channels_first"
 
 

@@ -74,6 +74,7 @@ def test_layouts_of_lines_and_volumes() -> None:
         assert loading.dense(last, "channels_first").is_contiguous()
     assert loading.layout_of(part_of_channels(line())) == "channels_last"
     assert loading.layout_of(torch.randn(2, 8, 5)[:, :4]) == "channels_first"
+    assert loading.layout_of(part_of_channels(line(length=1))) == "channels_first"
     one = line(channels=1)
     assert loading.lies_channels_last(one)
     assert loading.layout_of(one) == "channels_first"

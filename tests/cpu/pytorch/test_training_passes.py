@@ -326,9 +326,3 @@ def test_gradients_of_gradients_are_refused_in_words(captured) -> None:
     (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         grad.sum().backward()
-
-
-def test_the_view_of_a_number_has_no_source() -> None:
-    """PyTorch 2.11 leaves the conjugate of a complex factor in a graph so."""
-    view = torch.fx.Graph().call_function(torch.ops.aten._conj.default, (1j,))
-    assert passes.owner_of(view) is view
