@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 963, "confpred/problem": 1834, "confpred/products": 425,
     "confpred/pytorch": 6599, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1523, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4574, "examples": 538, "service": 3487, "tests": 37804,
+    "datasets": 4574, "examples": 538, "service": 3487, "tests": 37822,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

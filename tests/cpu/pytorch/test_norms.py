@@ -11,6 +11,7 @@ import pytest
 import torch
 from network_blocks import AFTER, WIDTH, Around, NormBlock, step
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import boxed_nop
 
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.predict.choice import Choice
@@ -246,3 +247,30 @@ def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
     x = images()
     image_bytes = x.numel() * x.element_size()
     assert saved(captured(model), x) <= saved(copy.deepcopy(model), x) - image_bytes
+
+
+def attended(model: Any, x: Tensor) -> Tensor:
+    """A gate by maxima, which a layer reads: their gradient compares them with the result."""
+    y = model.norm(x)
+    return y * torch.sigmoid(model.gate(y.amax((2, 3), keepdim=True)))
+
+
+def counting(model: Any, x: Tensor) -> Tensor:
+    """A gate behind the sum of a norm and of a buffer that the call writes to."""
+    y = model.norm(x) + model.count
+    model.count.add_(1)
+    return y * torch.sigmoid(y.mean((2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize("function", [attended, counting])
+def test_gates_have_their_gradients(function: Any, served: Any, monkeypatch: Any) -> None:
+    """A formula in the place of the norm's saved result has another last bit, and reads the present
+    values of buffers."""
+    run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
+    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # no C++ is compiled
+    layers: dict[str, nn.Module] = {"norm": nn.BatchNorm2d(WIDTH)}
+    layers |= {"gate": nn.Conv2d(WIDTH, WIDTH, 1)} if function is attended else {}
+    model = Around(function, **layers)
+    model.register_buffer("count", torch.zeros(1, WIDTH, 1, 1))
+    nn.init.normal_(model.norm.weight)
+    compare(model, inductor=True)
