@@ -35,7 +35,7 @@ Start = Callable[[nn.Module], Callable[..., Any]]
 #: factor.
 TIMES_AS_FAR, SLACK = 3.0, 0.01
 #: Largest factor of a loss, as gradient scalers begin with it, and about the largest gradient that
-#: it leaves: float16 holds 2**16, and without a factor those of large images are too small for it.
+#: it leaves: float16 holds 65,504, and those of large images are too small for it without one.
 MOST_SCALED, LARGEST = 2.0**16, 2.0**12
 WARM_UPS = 4
 LEAST_STEPS = 3  # of a turn
