@@ -102,12 +102,10 @@ def _noise(group: Sequence[Row]) -> str:
     return f"{min(noise):.2f}x to {max(noise):.2f}x" if noise else ""
 
 
-def _filled(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markdown, labels: int = 1
-) -> str:
+def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markdown) -> str:
     """Lay out a table without columns, and without rows, that no figure was recorded of; the first
-    `labels` columns say what a row is of."""
-    whole = [row for row in rows if any(row[labels:])]
+    column says what a row is of."""
+    whole = [row for row in rows if any(row[1:])]
     kept = [i for i in range(len(heads)) if any(row[i] for row in whole)]
     cut = [[row[i] for i in kept] for row in whole]
     return markdown([heads[i] for i in kept], cut) if whole else ""
@@ -216,12 +214,6 @@ def _mean_and_least(values: Sequence[float]) -> list[str]:
 
 def _pair(values: Sequence[float]) -> str:
     return ", ".join(_mean_and_least(values)) if values else ""
-
-
-def _shown(row: Row, field: str, form: str = "{:.2f}x") -> str:
-    if "error" in row:
-        return "error"
-    return "" if row.get(field) is None else form.format(row[field])
 
 
 #: Table -> its result files, and the function that makes it.

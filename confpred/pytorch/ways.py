@@ -183,15 +183,15 @@ class Subject:
 @contextmanager
 def largest_gradients() -> Iterator[list[Tensor]]:
     """Collect the largest gradient of each result of a module in the block."""
-    found = []
+    maxima: list[Tensor] = []
 
     def watch(module: nn.Module, inputs: Any, out: Any) -> None:
         for x in _pytree.tree_leaves(out):
             if _is_float(x) and x.requires_grad:
-                x.register_hook(lambda grad: found.append(grad.abs().max()))
+                x.register_hook(lambda grad: maxima.append(grad.abs().max()))
 
     with register_module_forward_hook(watch):
-        yield found
+        yield maxima
 
 
 def device_named(name: str) -> torch.device:
