@@ -1,5 +1,5 @@
 """Makes the suites of grouped layers of any group width: those of timm's networks that no other
-family serves, and widths between them.
+family serves, and widths between them; and of layers with groups of 64 channels, for cuDNN's plans.
 
     python datasets/any_width_suites.py    suites/any_width/*.json, from networks.json
 
@@ -39,6 +39,10 @@ TRAINED = (
 #: Problems of each direction, of networks and of coverage; the forward has epilogues, too.
 TRAINING = {"fprop": (180, 60), "dgrad": (130, 50), "wgrad": (130, 50)}
 HOLDOUT = {"fprop": (60, 0), "dgrad": (45, 0), "wgrad": (45, 0)}
+#: Problems of groups of 64 channels, in and out, and the networks that have none there: those that
+#: a benchmark of networks has, or their sisters.
+OF_64 = {"fprop": (110, 0), "dgrad": (50, 0), "wgrad": (50, 0)}
+LEFT_OUT = ("eca_nfnet_l0", "nfnet_l0")
 #: A network's layer is taken at inputs of other sizes, too: factors of its height and width.
 FACTORS = (1.0, 1.0, 1.0, 0.57, 1.43)
 
@@ -74,7 +78,7 @@ VARIANTS: Mapping[str, tuple[Layer, ...]] = {
 @click.option("--out", default=SUITES, type=click.Path(path_type=Path), help="Folder to write to.")
 def main(seed: int, out: Path) -> None:
     """Write training.json and holdout.json from networks.json."""
-    for suite in suites(seed):
+    for suite in (*suites(seed), suite_of_64(seed)):
         write_suite(suite, out / f"{suite.name.removeprefix('any-width-')}.json")
         names = {name for entry in suite.entries for name in entry.networks}
         click.echo(f"{suite.name}: {len(suite.entries)} problems of {len(names)} networks")
@@ -87,6 +91,13 @@ def suites(seed: int) -> tuple[Suite, Suite]:
         Suite("any-width-training", _entries(trained, TRAINING, never, FACTORS, [seed, 0])),
         Suite("any-width-holdout", _entries(held, HOLDOUT, set(), (1.0,), [seed, 1])),
     )
+
+
+def suite_of_64(seed: int) -> Suite:
+    """Return a suite to train on of layers with groups of 64 channels, in and out."""
+    layers = layers_of_networks(lambda p: p.groups > 1 and {p.c, p.k} == {64 * p.groups})
+    never = {layer for name in LEFT_OUT for layer in layers.pop(name)}
+    return Suite("any-width-64", _entries(layers, OF_64, never, FACTORS, [seed, 4]))
 
 
 def split(

@@ -2,6 +2,7 @@
 
     python -m benchmarks.model.partitions                    # about five minutes of an H100
     python -m benchmarks.model.partitions --sms 64 --problems 12    # a rough look
+    python -m benchmarks.model.partitions --sms 32 --learn runs/part --budget 100
 
 A *green context* of CUDA has some of the multiprocessors, and all of the cache and the memory. Each
 part is described as a device of its own (its rates are measured in it), and layers of the hold-out
@@ -14,16 +15,20 @@ Times over the fastest that was measured, PyTorch's operator included, of
 
 Everything that the sampler enqueues runs on a stream of the part; its processes set that up
 (`partition_job`).
+
+With ``--learn`` a model is trained instead, of forward layers of the training suites that were
+measured on such a part of every GPU at hand (`benchmarks.networks.unknown_board` uses it).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,11 +49,19 @@ from confpred.problem.record import Record
 from confpred.sampler import kept
 from confpred.sampler.jobs import MeasureJob, measure_job
 from confpred.sampler.run import Here, Sampling, find_gpus, sample
+from confpred.training.dataset import read_dataset
+from confpred.training.train import train
 
 SIZES, PROBLEMS = (32, 64, 96), 60
 PICKED, RANDOM, MEASURED = 8, 16, 8
 #: Times of PyTorch's operator that count as slower: two measurements differ by less.
 SLOWER = 1.02
+#: Suites to learn from.
+TRAINING = (
+    "fprop.json", "further/fprop.json", "any_width/training.json", "dense/training.json",
+)  # fmt: skip
+#: In the folder of a learned model: the description of its device.
+PART = "device.json"
 _JOB = "benchmarks.model.partitions:partition_job"
 #: For the sampler's processes: how many multiprocessors, and the key of the device.
 _SMS, _KEY = "PARTITION_SMS", "PARTITION_DEVICE"
@@ -72,8 +85,8 @@ class Part:
 
 
 @cache
-def part_of(count: int) -> Part:
-    return Part(driver.make_current(0), count)
+def part_of(count: int, ordinal: int = 0) -> Part:
+    return Part(driver.make_current(ordinal), count)
 
 
 def described(count: int) -> Device:
@@ -84,11 +97,11 @@ def described(count: int) -> Device:
 
 
 @cache
-def enter(count: int, key: str) -> None:
-    """Let all that this process measures run on a part of the GPU."""
+def enter(count: int, key: str, ordinal: int) -> None:
+    """Let all that this process measures run on a part of its GPU."""
     import torch
 
-    part, device = part_of(count), get_device(key)
+    part, device = part_of(count, ordinal), get_device(key)
     driver.make_current, driver.device_of = lambda _: part, lambda _: device  # type: ignore
     stream = part.create_stream()
     torch.cuda.graph.default_capture_stream = torch.cuda.ExternalStream(int(stream.handle))
@@ -100,7 +113,7 @@ _streams: list[Any] = []  # that have to live
 
 def partition_job(job: MeasureJob, report: Callable[[int], None]) -> list[Outcome]:
     """Measure a task on the part that the environment names."""
-    enter(int(os.environ[_SMS]), os.environ[_KEY])
+    enter(int(os.environ[_SMS]), os.environ[_KEY], job.ordinal)
     return measure_job(job, report)
 
 
@@ -173,9 +186,10 @@ def answers_in(folder: Path, device: Device, whole: Device, predictor: Predictor
 
 
 def sampled(
-    suite: Suite, device: Device, count: int, folder: Path, predictor: Predictor, whole: Device
-) -> None:
-    """Measure the layers of `suite` on a part of the GPU."""
+    suite: Suite, device: Device, count: int, folder: Path, predictor: Predictor, whole: Device,
+    gpus: str = "0", budget_s: float | None = None,
+) -> None:  # fmt: skip
+    """Measure the layers of `suite` on a part of each of `gpus`."""
     model = predictor.own_model(type(suite.entries[0].problem), whole)
 
     def pick(family: Family, problem: Record, rows: Rows) -> Rows | None:
@@ -183,9 +197,9 @@ def sampled(
         return None if learned is None else learned.rank(problem, device, rows, len(rows))[0]
 
     os.environ[_SMS], os.environ[_KEY] = str(count), device.key
-    runs = {0: replace(find_gpus("0")[0], device=device.key)}
+    runs = {i: replace(run, device=device.key) for i, run in find_gpus(gpus).items()}
     settings = Sampling(
-        configs=RANDOM, picked=PICKED, pick=pick, measure=_JOB,
+        configs=RANDOM, picked=PICKED, pick=pick, measure=_JOB, budget_s=budget_s,
         processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
     tally = sample(suite, folder, Here(runs, settings), settings)
@@ -200,13 +214,34 @@ def layers(count: int, seed: int) -> Suite:
     return replace(suite, entries=tuple(entries))
 
 
+def learned(count: int, budget_s: float, out: Path) -> None:
+    """Train a model on a part of the GPU: its folder and the device's description in `out`."""
+    device = described(count)
+    suites = [read_suite(DATASETS / "suites" / name) for name in TRAINING]
+    every: list[Any] = [entry for suite in suites for entry in suite.entries]
+    forward = dict.fromkeys(entry for entry in every if entry.problem.direction == "fprop")
+    out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Path(folder) / device.key
+        suite = replace(suites[0], entries=tuple(forward))
+        nothing = Predictor({})
+        sampled(suite, device, count, measured, nothing, device, "all", budget_s)
+        train(read_dataset([measured], device.key), out / device.key)
+    (out / PART).write_text(json.dumps(asdict(device)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--sms", type=int, nargs="+", default=SIZES)
     parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learn", type=Path, help="folder to make for a model of the first --sms")
+    parser.add_argument("--budget", type=float, default=100, help="seconds of measuring for it")
     parser.add_argument("--out", type=Path, default=RESULTS)
     told = parser.parse_args()
+    if told.learn:
+        learned(told.sms[0], told.budget, told.learn)
+        return
     suite, predictor, whole = (
         layers(told.problems, told.seed),
         Predictor.load(),

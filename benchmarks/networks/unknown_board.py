@@ -10,7 +10,9 @@ timed in turns. The *share of the gain* of a way is
 
     log(Inductor's time / time of the way) / log(Inductor's time / time with the model)
 
-so 1 is all of it, and 0 or less is none. A network that the model makes less than 3 % faster has no
+so 1 is all of it, and 0 or less is none. With ``--part`` the ways ``part tune=60`` and
+``part tune=15`` have the model that `benchmarks.model.partitions` has learned on a part of a GPU as
+the only one. A network that the model makes less than 3 % faster has no
 share; in the geometric mean a share below 0.01 counts as 0.01. It is of GPU time, and of wall time.
 
 Two further processes then run first steps, with the model and with the answers that ``tune=60``
@@ -21,6 +23,7 @@ file in ``--out`` is left out. With ``--cache``, which keeps the answers, so is 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -41,25 +44,30 @@ NETWORKS = (
     "regnety_016",
 )  # fmt: skip
 #: Ways without a model, and their seconds of tuning; the last is in a process that finds answers.
-UNKNOWN = {"tune=60": 60, "tune=15": 15, "second tune=60": 60}
+UNKNOWN = {"tune=60": 60, "tune=15": 15, "part tune=60": 60, "part tune=15": 15}
+UNKNOWN |= {"second tune=60": 60}
 WAYS = ("eager", "compile", "optimize", "tune=60", "tune=15")
+OF_PART = ("part tune=60", "part tune=15")
 #: Ways in processes of their own, whose first steps count.
 SECOND = ("second optimize", "second tune=60")
 LEAST_GAIN, LEAST_SHARE = 1.03, 0.01
 #: Ratios of times in the rows, by the clock.
 CLOCKS = {"gpu": "graph_over_compile", "wall": "over_compile"}
-#: For the processes of a network: the folder of caches, one for each budget.
-CACHE = "UNKNOWN_BOARD_CACHE"
+#: For the processes of a network: the folder of caches, one for each way, and that of the model of
+#: a part of a GPU.
+CACHE, PART = "UNKNOWN_BOARD_CACHE", "UNKNOWN_BOARD_PART"
 
 
 @contextmanager
-def models_hidden(folder: Path) -> Iterator[Any]:
+def models_hidden(folder: Path, part: Path | None = None) -> Iterator[Any]:
     """Let the GPU be one that no model knows in the block, which gets its description; `folder` is
-    its user's cache."""
+    its user's cache. The model in `part` is the only one, if there is any."""
     from confpred.cuda import driver
     from confpred.families.registry import all_operations
+    from confpred.model.folder import load_model
     from confpred.predict.predictor import Predictor
     from confpred.problem import device as devices
+    from confpred.problem.conv2d import CONVOLUTION
     from confpred.pytorch.run import choosing
     from confpred.sampler import run as sampler
 
@@ -69,6 +77,11 @@ def models_hidden(folder: Path) -> Iterator[Any]:
         devices.remember(driver.describe(0)[1], asdict(board))
         for operation in all_operations():
             choosing.use_predictor(Predictor({}), operation)
+        if part is not None:
+            whole = json.loads((part / "device.json").read_text())
+            devices.remember(driver.describe(0)[1], whole)
+            model = load_model(part / whole["key"])
+            choosing.use_predictor(Predictor({whole["key"]: model}), CONVOLUTION.name)
         try:
             yield board
         finally:
@@ -83,7 +96,9 @@ def without_models(way: str) -> Callable[[Any], Any]:
     def start(model: Any) -> Any:
         import confpred
 
-        folder = Path(os.environ[CACHE], str(UNKNOWN[way]))
+        # A second process finds what the first one has kept.
+        folder = Path(os.environ[CACHE], way.removeprefix("second "))
+        part = Path(os.environ[PART]) if way in OF_PART else None
         forward, is_captured = confpred.optimize(model, tune=UNKNOWN[way]), False
         if way not in SECOND:
             shutil.rmtree(folder, ignore_errors=True)
@@ -93,7 +108,7 @@ def without_models(way: str) -> Callable[[Any], Any]:
             if is_captured:
                 return forward(*inputs)
             is_captured = True
-            with models_hidden(folder):
+            with models_hidden(folder, part):
                 return forward(*inputs)
 
         return call
@@ -117,7 +132,7 @@ def summed(result: dict[str, Any]) -> dict[str, Any]:
         own = {way: row for (name, way), row in rows.items() if name == network}
         facts: dict[str, Any] = {"first_s": {way: row["first_s"] for way, row in own.items()}}
         for clock, field in CLOCKS.items():
-            over = {way: own[way].get(field) for way in WAYS if way in own}
+            over = {way: own[way].get(field) for way in (*WAYS, *OF_PART) if way in own}
             model = over.get("optimize")
             facts[f"{clock}_over_compile"] = over
             facts[f"{clock}_share"] = {
@@ -154,11 +169,13 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
         batch = next(batch for mode, batch in BROAD[network].steps if mode == INFERENCE)
         where = {"network": network, "mode": INFERENCE, "batch": batch}
         own = where | {"shape": BROAD[network].shape, "device": told.device}
-        own |= {"environment": {CACHE: str(told.folder / network)}}
-        processes = [WAYS, *((way,) for way in SECOND)]
+        own["environment"] = {CACHE: str(told.folder / network)}
+        own["environment"] |= {PART: str(told.part)} if told.part else {}
+        compared = (*WAYS, *(OF_PART if told.part else ()))
+        processes = [compared, *((way,) for way in SECOND)]
         missing = [w for w in processes if not {(*where.values(), way) for way in w} <= known]
         for ways in missing if told.cache or not missing else processes:
-            rounds, turn_s = (told.rounds, 0.05) if ways == WAYS else (1, 0.001)
+            rounds, turn_s = (told.rounds, 0.05) if ways == compared else (1, 0.001)
             tasks.append(own | {"ways": list(ways), "rounds": rounds, "turn_s": turn_s})
     return tasks
 
@@ -171,6 +188,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=86400, help="seconds; then nothing starts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cache", type=Path, help="a folder of this script alone")
+    parser.add_argument("--part", type=lambda p: Path(p).resolve(), help="a learned model's folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
     parser.set_defaults(device="cuda", gpus=1, cold=False, compiled=False)
     return parser.parse_args(words)

@@ -150,10 +150,16 @@ def largest_error(problem: Problem | ConvNd, *, tf32: bool) -> float:
     return float(_ERROR[kind] + _ERROR_A_ROOT[kind] * terms**0.5)
 
 
-#: Channels of a group, in and out, are a multiple of this where plans of two-dimensional grouped
-#: layers are offered: of 90 others in ``datasets/``, plans were over 5 % faster than all for two.
-#: Those of 64 in and out have kernels of their own, and no plans of them are measured.
-_GROUP = 64
+def may_have_plans(problem: Problem | ConvNd) -> bool:
+    """Return whether plans are offered for layers like `problem`.
+
+    Two-dimensional ones with groups need wide ones: of 90 others in ``datasets/``, plans were over
+    5 % faster than all for two. Those of another rank are dense, of 16 bits and of channels in
+    eights: of the others there, plans lose more by wrong predictions than they win.
+    """
+    if isinstance(problem, Problem):
+        return problem.grouping != "grouped" or problem.has_wide_groups
+    return problem.groups == 1 and problem.itemsize == 2 and not (problem.c % 8 or problem.k % 8)
 
 
 class CudnnPlans:
@@ -182,14 +188,10 @@ class CudnnPlans:
         """
         plans = self._table()
         offered = plans.kinds.get(kind_of(problem))
-        is_grouped = isinstance(problem, Problem) and problem.grouping == "grouped"
-        widths = {size // problem.groups for size in (problem.c, problem.k)}
-        if is_grouped and (widths == {_GROUP} or any(width % _GROUP for width in widths)):
-            offered = None
-        if offered is None:
+        if offered is None or not may_have_plans(problem):
             return np.zeros(len(plans.configs), np.bool_)
         left_out = [engine for direction, engine in _INEXACT if direction == problem.direction]
-        left_out += _SLOW_IN_GROUPS[problem.direction] if is_grouped else ()
+        left_out += _SLOW_IN_GROUPS[problem.direction] if 1 < problem.groups < problem.c else ()
         offered = offered & ~np.isin(plans.configs[ENGINE], left_out)
         may_differ = problem.direction == "wgrad" and not problem.deterministic
         return offered if may_differ else offered & plans.notes["repeatable"]

@@ -242,8 +242,11 @@ class ConvNd(Record):
 
     @property
     def kind(self) -> str:
+        """The grouping, of dense layers the layout, and whether more than the convolution is
+        computed."""
+        layout = f" {self.layout}" if self.groups == 1 else ""
         fused = self.bias or self.residual or self.activation != "none"
-        return f"fused {self.grouping}" if fused else self.grouping
+        return f"{'fused ' * fused}{self.grouping}{layout}"
 
     @property
     def input_elements(self) -> int:

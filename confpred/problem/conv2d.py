@@ -182,10 +182,15 @@ class Problem(Record):
         return self.residual or self.activation != "none"
 
     @property
+    def has_wide_groups(self) -> bool:
+        """Whether there are groups, each of a multiple of 64 channels, in and out."""
+        return self.groups > 1 and not any(n // self.groups % 64 for n in (self.c, self.k))
+
+    @property
     def kind(self) -> str:
-        """The grouping, and whether more than the convolution is computed."""
-        fused = self.bias or self.has_epilogue
-        return f"fused {self.grouping}" if fused else self.grouping
+        """The grouping, whether groups are wide, and whether more than the convolution is computed."""
+        wide = "wide " if self.has_wide_groups else ""
+        return f"{'fused ' * (self.bias or self.has_epilogue)}{wide}{self.grouping}"
 
     @property
     def input_elements(self) -> int:

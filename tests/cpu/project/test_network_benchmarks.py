@@ -325,7 +325,7 @@ def test_models_are_hidden_while_a_network_is_captured(
     monkeypatch.setattr(driver, "device_of", lambda _: get_device("h100"))
     monkeypatch.setattr(driver, "describe", lambda _: ("NVIDIA H100", "580.1"))  # of it
     monkeypatch.setenv(unknown_board.CACHE, str(tmp_path))
-    (tmp_path / "60" / "tuned").mkdir(parents=True)  # of a process that was cut off
+    (tmp_path / "tune=60" / "tuned").mkdir(parents=True)  # of a process that was cut off
     seen = []
 
     class Layer(torch.nn.Module):
@@ -336,16 +336,16 @@ def test_models_are_hidden_while_a_network_is_captured(
 
     monkeypatch.setattr(confpred, "optimize", lambda model, **_: model)  # nothing is captured
     step, x = ALL_WAYS["tune=60"](Layer()), torch.ones(1)
-    assert not (tmp_path / "60").exists()
+    assert not (tmp_path / "tune=60").exists()
     before = os.environ.get("CONFPRED_CACHE_DIR")
     step(x), step(x)
     (board, models, cache), (after, _, then) = seen
     assert {"conv2d", "batch_norm", "linear_chain"} <= models.keys()
-    assert (board, cache) == ("unknown-board", str(tmp_path / "60"))
+    assert (board, cache) == ("unknown-board", str(tmp_path / "tune=60"))
     assert not any(models.values())
     assert (after, then) == ("h100", before)
     assert not choosing._predictors
-    kept = tmp_path / "60" / "tuned"
+    kept = tmp_path / "tune=60" / "tuned"
     kept.mkdir()
     ALL_WAYS["second tune=60"](Layer())
     assert kept.exists()
