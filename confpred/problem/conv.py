@@ -242,8 +242,7 @@ class ConvNd(Record):
 
     @property
     def kind(self) -> str:
-        """The grouping, of dense layers the layout, and whether more than the convolution is
-        computed."""
+        """The grouping, of dense layers the layout, and whether more is computed."""
         layout = f" {self.layout}" if self.groups == 1 else ""
         fused = self.bias or self.residual or self.activation != "none"
         return f"{'fused ' * fused}{self.grouping}{layout}"

@@ -188,7 +188,7 @@ class Problem(Record):
 
     @property
     def kind(self) -> str:
-        """The grouping, whether groups are wide, and whether more than the convolution is computed."""
+        """The grouping, whether groups are wide, and whether more is computed."""
         wide = "wide " if self.has_wide_groups else ""
         return f"{'fused ' * (self.bias or self.has_epilogue)}{wide}{self.grouping}"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -145,7 +145,10 @@ class Compiler:
         """Compile a graph of Dynamo's; see `confpred`."""
         self.capture = capture_of(gm, example_inputs, self._calls, self.options.limits, self.sites)
         with self.capture.compiling("PyTorch traces it"), self._measuring():
-            compiled = self._compile(gm, example_inputs)
+            while True:  # each time with more answers
+                with suppress(tuning.Measured):
+                    compiled = self._compile(gm, example_inputs)
+                    break
             if self.options.verify == NETWORK and self.sites:
                 compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
@@ -225,6 +228,8 @@ class Compiler:
         }  # fmt: skip
         caching: AbstractContextManager[None] = nullcontext()
         identity = self._identity(example_inputs)
+        if self.capture.tuner is not None:
+            self.capture.tuner.begins_anew, self.capture.tuner.is_done = identity is not None, True
         if identity is not None:
             from confpred.pytorch import graph_cache  # imports Inductor
 
@@ -418,7 +423,10 @@ class Compiler:
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
             lowered.folds = list(self.folds)
         run = self.start(lowered, program, boxed_nop(gm, []) if program is None else None)
-        return run if self._keep is None else self._keep(lowered, program, run)
+        if self._keep is None:
+            return run
+        tuner = self.capture.tuner
+        return self._keep(lowered, program if tuner is None or tuner.is_done else None, run)
 
     def start(self, lowered: Lowered, program: Any, plain: Any = None) -> Any:
         """Return a function that runs a pass: the `program` that Inductor made, else `plain`."""
@@ -452,6 +460,9 @@ class Compiler:
         for choice in choices:
             choosing.announce(choice)
         if lowered.ordinal is not None:
+            device = choosing.device_of(lowered.ordinal)
+            if self.capture.tuner is not None and device is not None:
+                self.capture.tuner.note_kept(choices, device)
             choosing.check_clock(lowered.ordinal, choices)
             self.capture.doing = "confpred loads kernels"
             compile_ahead(choices, lowered.ordinal, self.options.limits)

@@ -100,14 +100,14 @@ def caching(owner: Owner, gm: fx.GraphModule, identity: str) -> Iterator[None]:
     """Let PyTorch keep the graphs that `owner` compiles for `gm` inside the block, under a key that
     has `identity` in it. The backward pass is compiled there too, as a graph is kept whole."""
     former = getattr(_compiling, "owner", None)
-    gm.confpred_identity = identity  # type: ignore[assignment]  # PyTorch's key covers attributes
+    # PyTorch's key covers attributes in their order, so it stays for another attempt.
+    gm.confpred_identity = identity  # type: ignore[assignment]
     _compiling.owner = owner
     try:
         with functorch.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True):
             yield
     finally:
         _compiling.owner = former
-        del gm.confpred_identity
 
 
 def serializable(compile: Callable[..., Any]) -> Any:
@@ -119,8 +119,8 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     """Return what the rewriting of a graph depends on beside what PyTorch's key covers.
 
     None where that cannot be said, as with open sizes, several GPUs, choices by a service or by
-    measurements, families of a plug-in, and kept answers that ranks have to agree about; and where
-    a backward pass may never be asked for, as it is compiled with it.
+    `verify`, families of a plug-in, and kept answers that ranks have to agree about; and where a
+    backward pass may never be asked for, as it is compiled with it.
     """
     if not should_use_local_autograd_cache():
         return None
@@ -131,7 +131,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     is_open = not all(isinstance(x, Tensor) for x in inputs)
     is_open |= not all(type(size) is int for size in sizes)
     ordinals = _ordinals(inputs)
-    if is_open or options.verify or options.tune or options.freeze or len(ordinals) > 1:
+    if is_open or options.verify or options.freeze or len(ordinals) > 1:
         return None
     facts: list[Any] = [_sources(), options, cudnn_version(), read_switches()]
     for ordinal in ordinals:
@@ -143,10 +143,9 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
             predictor = choosing.current_predictor(operation)
             if type(predictor) is not Predictor or is_extended(operation):
                 return None
-            if device.key not in predictor.models and operation == CONVOLUTION.name:
-                return None  # its layers may be measured
             kept = choosing.kept_shards(device, operation_named(operation))
-            if kept and choosing.ranks() > 1:
+            is_known = operation != CONVOLUTION.name or device.key in predictor.models
+            if choosing.ranks() > 1 and (kept or not is_known):
                 return None
             facts += [operation, predictor.planned, predictor.limits, *kept]
             facts += [source.digest for source in predictor.models.values()]

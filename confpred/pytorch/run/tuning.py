@@ -72,6 +72,11 @@ _FURTHER = "`confpred retrain --kept` makes a model of them, `confpred submit` s
 JOB = f"{__name__}:compared_job"
 
 
+class Measured(BaseException):
+    """Layers were measured while a graph was compiled that PyTorch's cache would keep by the
+    answers before: it is compiled anew. No step of a rewrite takes it for its own failure."""
+
+
 @dataclass(eq=False)
 class Tuner:
     """Measures layers of one network on one GPU, and remembers what that has taken.
@@ -80,11 +85,15 @@ class Tuner:
         budget_s: seconds of measuring; None for ``BUDGET_S`` where no model knows the GPU, else 0.
         spent_s: of them, waiting for another process included.
         note: what was done, or why nothing is, in words; empty where there was nothing to do.
+        begins_anew: whether what was measured is said by raising `Measured`.
+        is_done: whether every layer had an answer, or none may be measured, since it was set.
     """
 
     budget_s: float | None = None
     spent_s: float = 0.0
     note: str = ""
+    begins_anew: bool = False
+    is_done: bool = True
     _tried: set[Record] = field(default_factory=set)
     _warned: bool = False
     _is_off: bool = False
@@ -102,10 +111,7 @@ class Tuner:
     ) -> Sequence[Choice | None]:
         """Return `choices` on CUDA device `ordinal`, which is `device`, with answers instead of
         guesses as far as these are measured within the budget."""
-        for choice in filter(None, choices):  # a measured one without a model is a kept answer
-            if choice.source == "measured" and choice.model is None and not self.note:
-                folder = choosing.kept_folder(device, operation_of(choice.problem))
-                self.note = f"answers are kept in {folder}; {_FURTHER}"
+        self.note_kept(choices, device)
         if not self._budget_on(device):
             return choices
         guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))
@@ -121,7 +127,17 @@ class Tuner:
                 answers |= self._measured(layers, problems)
             except (ConfpredError, ImportError, OSError, RuntimeError) as error:
                 self._stop(f"measuring failed: {first_line(error)}")
+        if answers and self.begins_anew:
+            raise Measured
+        self.is_done &= all(guess.problem in answers for guess in guesses)
         return [None if c is None else answers.get(c.problem, c) for c in choices]
+
+    def note_kept(self, choices: Iterable[Choice | None], device: Device) -> None:
+        """Note that some of `choices` are kept answers: measured ones without a model."""
+        for choice in filter(None, choices):
+            if choice.source == "measured" and choice.model is None and not self.note:
+                folder = choosing.kept_folder(device, operation_of(choice.problem))
+                self.note = f"answers are kept in {folder}; {_FURTHER}"
 
     def _budget_on(self, device: Device) -> float:
         if self.budget_s is not None:

@@ -228,7 +228,7 @@ def test_no_measured_plan_is_off_by_more_than_it_tells(name: str, repository: Pa
 
 @pytest.mark.parametrize(
     ("c", "k", "have"),
-    [(192, 256, False), (256, 192, False), (64, 64, False), (128, 128, False), (128, 256, True)],
+    [(192, 256, False), (256, 192, False), (64, 64, False), (128, 128, True), (128, 256, True)],
 )
 def test_groups_of_a_multiple_of_64_channels_have_plans(c: int, k: int, have: bool) -> None:
     problem = Problem(8, c, 28, 28, k, 3, 3, padding=1, groups=2)

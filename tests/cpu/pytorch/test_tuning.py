@@ -29,6 +29,7 @@ from command_line import named
 from filelock import FileLock
 from slow import slow_but
 from torch import nn
+from torch._dynamo.utils import counters
 
 import confpred
 from confpred.client import transfer
@@ -45,7 +46,7 @@ from confpred.problem import device as devices
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device, get_device
 from confpred.problem.limits import UNLIMITED, Limits
-from confpred.pytorch import backend, eager, plan
+from confpred.pytorch import backend, eager, graph_cache, plan
 from confpred.pytorch.backend import Options
 from confpred.pytorch.run import choosing, loading, tuning, verify
 from confpred.pytorch.run.choosing import ANY, Constraints
@@ -590,6 +591,34 @@ def test_the_first_capture_measures_and_status_says_so(board, captures, launches
             assert again.providers == status.providers
             assert any(text.startswith("tune: answers are kept in ") for text in again.remarks)
     assert board.measured() == lines
+
+
+@pytest.mark.keeps_graphs
+@pytest.mark.parametrize("budget", [30.0, pytest.param(1e-9, id="too little")])
+def test_a_graph_is_kept_with_its_answers(
+    board, captures, launches, monkeypatch, tmp_path, budget
+) -> None:
+    """The next process finds it under these; where layers are left, it goes on measuring."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(choosing, "device_of", lambda _: board.device)  # no GPU is here
+    monkeypatch.setattr(graph_cache, "_ordinals", lambda _: {0})  # of tensors of the CPU
+    monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)  # kernels need a GPU
+    monkeypatch.setattr(choosing, "check_clock", lambda *_: None)  # it has no clock
+    found = []
+    for _ in range(2):
+        model, x = network()
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            confpred.optimize(model, inductor=True, tune=budget)(x)
+        found.append(confpred.status(model))
+        counted = counters["aot_autograd"]
+        kept = [counted[f"autograd_cache_{what}"] for what in ("saved", "hit")]
+        assert kept == ([len(found) == 1, len(found) == 2] if budget > 1 else [0, 0])
+    if budget > 1:
+        assert found[0].providers == found[1].providers
+        assert any(text.startswith("tune: answers are kept in ") for text in found[1].remarks)
+        assert "pytorch" not in found[0].providers
 
 
 def test_status_says_how_many_choices_are_transferred(captures, shipped, monkeypatch) -> None:
