@@ -118,7 +118,7 @@ def test_a_report_of_what_ships_is_written(folder: Path, repository: Path) -> No
     assert int(written[1]) > parts  # and the evaluations
     text = (folder / "report.html").read_text()
     assert text.count("<summary>") >= 20
-    assert "h200-2026.11.29" in text
+    assert "h200-2026.11.29.2" in text
 
 
 def test_the_groups_of_features_are_those_of_the_code() -> None:

@@ -55,7 +55,7 @@ def test_a_body_of_another_length_than_announced_harms_nobody(server: Server) ->
 
 def test_the_documented_commands_work(server: Server) -> None:
     page = (Path(__file__).parents[3] / "docs" / "service.md").read_text()
-    page = page.replace("h100-2026.11.25", "made-up-1")  # the only model of this server
+    page = page.replace("h100-2026.11.29", "made-up-1")  # the only model of this server
     blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     each = re.compile(r"^curl .*?(?=^curl|\Z)", re.MULTILINE | re.DOTALL)
     calls = [call for block in blocks for call in each.findall(block)]

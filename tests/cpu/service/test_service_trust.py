@@ -49,7 +49,7 @@ def site(
     folder = tmp_path_factory.mktemp("trust")
     (folder / "exchange" / "controls").mkdir(parents=True)
     pq.write_table(anchors, folder / "exchange" / "controls" / "own.parquet")
-    copy_model(repository / "models" / "h100-2026.11.25", folder / "models" / "h100-1")
+    copy_model(repository / "models" / "h100-2026.11.29", folder / "models" / "h100-1")
     scopes = dict.fromkeys(("one", "another", "third", "loud", "quiet"), "write")
     scopes["operator"] = "admin"
     with uploads.site(folder, scopes, "--model", str(folder / "models")) as made:
