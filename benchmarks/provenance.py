@@ -19,6 +19,7 @@ ANCHORS = DATASETS / "anchors"
 CHAINS = DATASETS / "chains"
 NORMS = DATASETS / "norm"
 RANKS, GROUPS = DATASETS / "rank", DATASETS / "group_norm"
+DENSE_RANKS = DATASETS / "rank_dense"
 
 
 def _commit() -> str:

@@ -24,6 +24,7 @@ from benchmarks.provenance import (
     ANCHORS,
     CHAINS,
     DATASETS,
+    DENSE_RANKS,
     GROUPS,
     HOLDOUT,
     NORMS,
@@ -65,8 +66,8 @@ def _content(path: Path) -> Any:
 def models() -> None:
     """Train each model of ``models/``, and the example's, again under its name."""
     data_of = {
-        "conv2d": DATASETS, "linear_chain": CHAINS, "batch_norm": NORMS, "conv": RANKS,
-        "norm": GROUPS, "softmax": EXAMPLE,
+        "conv2d": (DATASETS,), "linear_chain": (CHAINS,), "batch_norm": (NORMS,),
+        "conv": (RANKS, DENSE_RANKS), "norm": (GROUPS,), "softmax": (EXAMPLE,),
     }  # fmt: skip
     found = (*ROOT.glob(f"models/*/{CARD}"), *ROOT.glob(f"models/*/*/{CARD}"))
     for card in (*sorted(found), *EXAMPLE.glob(f"*/{CARD}")):
@@ -75,9 +76,9 @@ def models() -> None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / shipped.name
             excluded = [f"--exclude-network={name}" for name in facts["data"]["excluded_networks"]]
-            where = data_of[facts["operation"]]
             device, others = facts["device"], facts["data"]["other_devices"]
-            data = [measured(name, where) for name in (device, *sorted(others))]
+            folders = data_of[facts["operation"]]
+            data = [measured(n, where) for n in (device, *sorted(others)) for where in folders]
             options = ("--device", device, "--out", made, f"--seed={facts['seed']}")
             confpred("train", *data, *options, *excluded)
             changed = differing(shipped, made)
@@ -103,13 +104,15 @@ def results() -> None:
         if (anchors := measured(device, ANCHORS)).exists():
             more += ["--anchors", anchors]
         confpred("evaluate", *data, "--device", device, *more, *files, "--force")
-    for name, where, models in (
-        ("dense", DATASETS, newest),
-        ("norm", NORMS, model_folders(ROOT / "models" / BATCH_NORM.name)),
-        ("rank", RANKS, model_folders(ROOT / "models" / CONV.name)),
-        ("group_norm", GROUPS, model_folders(ROOT / "models" / NORM.name)),
+    ranks = (RANKS, DENSE_RANKS), model_folders(ROOT / "models" / CONV.name)
+    for name, folders, models in (
+        ("dense", (DATASETS,), newest),
+        ("norm", (NORMS,), model_folders(ROOT / "models" / BATCH_NORM.name)),
+        ("rank", *ranks),
+        ("rank_dense", *ranks),
+        ("group_norm", (GROUPS,), model_folders(ROOT / "models" / NORM.name)),
     ):
-        data = [measured(device, where) for device in measured_devices(where)]
+        data = [measured(device, where) for where in folders for device in measured_devices(where)]
         for device in measured_devices(HOLDOUT / name):
             held = ("--holdout", measured(device, HOLDOUT / name), "--model", models[device])
             out = ROOT / "benchmarks" / "results" / device / f"evaluation_{name}.json"

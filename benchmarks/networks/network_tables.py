@@ -154,6 +154,22 @@ def losses(result: dict[str, Any], markdown: Markdown) -> str:
     return markdown(("run", *names), cells)
 
 
+def unknown(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate `unknown_board`: GPU time of Inductor over that of each way, and shares of the
+    model's gain."""
+    ways = {
+        "optimize": "with the model", "tune=60": "without, `tune=60`", "tune=15": "`tune=15`",
+        "part tune=60": "a part's model, `tune=60`",
+    }  # fmt: skip
+    rows = [
+        (name, *(f"{facts['gpu_over_compile'][way]:.2f}x" for way in ways))
+        for name, facts in sorted(result["networks"].items())
+    ]
+    shares = result["summary"]["gpu_share"]
+    rows.append(("share of the gain", "", *(f"{shares[way]:.2f}" for way in ways if way in shares)))
+    return markdown(("network", *ways.values()), rows)
+
+
 def captured(result: dict[str, Any], markdown: Markdown) -> str:
     """Tabulate `captured_networks`: how many networks compute what they did."""
     heads = ("step", "networks", "compared", "right", "how captured", "wrong or failed")
@@ -223,4 +239,5 @@ OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "networks-costs": (("networks.json", "networks_cold.json"), costs),
     "losses": (("losses.json",), losses),
     "captured-networks": (("captured_networks.json",), captured),
+    "unknown-board": (("unknown_board.json",), unknown),
 }

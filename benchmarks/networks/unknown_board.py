@@ -10,9 +10,10 @@ timed in turns. The *share of the gain* of a way is
 
     log(Inductor's time / time of the way) / log(Inductor's time / time with the model)
 
-so 1 is all of it, and 0 or less is none. With ``--part`` the way ``part tune=60`` has the
-model that `benchmarks.model.partitions` has learned on a part of a GPU as the only one. A network that the model makes less than 3 % faster has no
-share; in the geometric mean a share below 0.01 counts as 0.01. It is of GPU time, and of wall time.
+so 1 is all of it, and 0 or less is none. With ``--part`` the way ``part tune=60`` has the model
+that `benchmarks.model.partitions` has learned on a part of a GPU as the only one. A network that
+the model makes less than 3 % faster has no share; in the geometric mean a share below 0.01 counts
+as 0.01. It is of GPU time, and of wall time.
 
 Two further processes then run first steps, with the model and with the answers that ``tune=60``
 kept; the extra seconds of a second process are the difference. A network whose rows are all in the
