@@ -460,9 +460,8 @@ class Compiler:
         for choice in choices:
             choosing.announce(choice)
         if lowered.ordinal is not None:
-            device = choosing.device_of(lowered.ordinal)
-            if self.capture.tuner is not None and device is not None:
-                self.capture.tuner.note_kept(choices, device)
+            if self.capture.tuner is not None:
+                self.capture.tuner.note_kept(choices)
             choosing.check_clock(lowered.ordinal, choices)
             self.capture.doing = "confpred loads kernels"
             compile_ahead(choices, lowered.ordinal, self.options.limits)

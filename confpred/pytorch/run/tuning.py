@@ -38,7 +38,7 @@ from confpred.measure.timing import Outcome
 from confpred.model.rank import rank_by_estimate
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.conv2d import CONVOLUTION, Problem
-from confpred.problem.device import Device
+from confpred.problem.device import Device, get_device
 from confpred.problem.limits import Limits
 from confpred.problem.operation import Operation
 from confpred.problem.record import Record
@@ -111,7 +111,7 @@ class Tuner:
     ) -> Sequence[Choice | None]:
         """Return `choices` on CUDA device `ordinal`, which is `device`, with answers instead of
         guesses as far as these are measured within the budget."""
-        self.note_kept(choices, device)
+        self.note_kept(choices)
         if not self._budget_on(device):
             return choices
         guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))
@@ -132,11 +132,12 @@ class Tuner:
         self.is_done &= all(guess.problem in answers for guess in guesses)
         return [None if c is None else answers.get(c.problem, c) for c in choices]
 
-    def note_kept(self, choices: Iterable[Choice | None], device: Device) -> None:
-        """Note that some of `choices` are kept answers: measured ones without a model."""
+    def note_kept(self, choices: Iterable[Choice | None]) -> None:
+        """Say in `note` where answers are kept if some of `choices` are: measured, by no model."""
         for choice in filter(None, choices):
             if choice.source == "measured" and choice.model is None and not self.note:
-                folder = choosing.kept_folder(device, operation_of(choice.problem))
+                device, operation = get_device(choice.device), operation_of(choice.problem)
+                folder = choosing.kept_folder(device, operation)
                 self.note = f"answers are kept in {folder}; {_FURTHER}"
 
     def _budget_on(self, device: Device) -> float:
