@@ -1,7 +1,7 @@
 """Tuning: on a GPU that no model knows, the layers of a capture are measured, within a budget.
 
     a guess without a kept answer (`confpred.pytorch.run.choosing`)
-      -> measured now, the layers that take longest first              while the budget lasts
+      -> measured now, the layers that may save most first             while the budget lasts
       -> the guess from a device of this architecture, else PyTorch's operator
 
 The sampler measures, by its protocol and in processes of its own: a fault or a hang costs a
@@ -57,6 +57,10 @@ BUDGET_S = 60.0
 _ROUNDS, _ROUND_S = (4, 12), 10.0
 #: Candidates of a layer that differs from an earlier one only in what follows the convolution.
 _ALIKE = 2
+#: How much less than PyTorch's operator the fastest config takes, as a share of the layer's
+#: roofline time, by grouping: medians of an H100's measurements in ``datasets/``. An H200's are
+#: 0.5, 3.3 and 18.
+_SAVED = {"dense": 0.45, "grouped": 2.2, "depthwise": 3.3}
 #: A candidate that says nothing for so long hangs; so long after the budget all is stopped.
 _SILENCE_S, _GRACE_S = 20.0, 5.0
 _BY_ESTIMATE = 4  # candidates of each family, which the predictor may leave out
@@ -116,7 +120,7 @@ class Tuner:
             return choices
         guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))
         groups: dict[tuple[Operation, Limits], list[Record]] = {}
-        for guess in sorted(guesses, key=lambda c: -guesses[c] * _expected_ms(c, device)):
+        for guess in sorted(guesses, key=lambda c: -guesses[c] * _saved_s(c.problem, device)):
             problem = guess.problem
             key = operation_of(problem), limits_for(problem, constraints.limits)
             groups.setdefault(key, []).append(problem)
@@ -223,8 +227,8 @@ def _over(deadline: float) -> int:
     return 2 * (time.monotonic() > deadline)
 
 
-def _expected_ms(choice: Choice, device: Device) -> float:
-    return choice.predicted_ms or 1e3 * device.roofline_s(choice.problem)
+def _saved_s(problem: Record, device: Device) -> float:
+    return device.roofline_s(problem) * _SAVED.get(problem.grouping.partition(" ")[0], 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +303,7 @@ def _tasks(
 
     Args:
         layers: where and how they are measured.
-        problems: the layers, those that take longest first.
+        problems: the layers, those that may save most first.
         most: how many candidates of a layer; fewer of one that resembles an earlier one.
         hints: times under other versions, whose candidates come first.
         measured: the configs that the folder has, by the columns of their rows.
