@@ -367,6 +367,10 @@ def _load(folder: Path, card: Card, digest: str) -> Model:
         for kind, margin in card.pytorch.margins.items():
             if margin < 0:
                 raise ValueError(f"pytorch.margins.{kind} is {margin!r}, not at least 0")
+        if {"grouped", "wide grouped"} & card.pytorch.margins.keys() == {"grouped"}:
+            log.info(
+                "%s leaves groups of multiples of 64 channels to PyTorch: train it anew", folder
+            )
         ratio = _trees(folder, card, PYTORCH_TREES, pytorch_feature_names(operation))
         check_features(folder, operation, device, card.pytorch.features)
         pytorch = PytorchModel(operation, ratio, card.pytorch.margins)

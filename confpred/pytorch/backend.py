@@ -149,6 +149,7 @@ class Compiler:
                 with suppress(tuning.Measured):
                     compiled = self._compile(gm, example_inputs)
                     break
+                self._begin()
             if self.options.verify == NETWORK and self.sites:
                 compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
@@ -423,10 +424,8 @@ class Compiler:
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
             lowered.folds = list(self.folds)
         run = self.start(lowered, program, boxed_nop(gm, []) if program is None else None)
-        if self._keep is None:
-            return run
-        tuner = self.capture.tuner
-        return self._keep(lowered, program if tuner is None or tuner.is_done else None, run)
+        is_done = self.capture.tuner is None or self.capture.tuner.is_done
+        return run if self._keep is None else self._keep(lowered, program if is_done else None, run)
 
     def start(self, lowered: Lowered, program: Any, plain: Any = None) -> Any:
         """Return a function that runs a pass: the `program` that Inductor made, else `plain`."""

@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 
+from confpred.cuda import driver
 from confpred.families.registry import all_operations, is_extended, operation_named
 from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
@@ -138,7 +139,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
         device = choosing.device_of(ordinal)
         if device is None:
             return None
-        facts.append(device)
+        facts += [device, driver.describe(ordinal)]
         for operation in filter(choosing.is_known, all_operations()):
             predictor = choosing.current_predictor(operation)
             if type(predictor) is not Predictor or is_extended(operation):

@@ -90,7 +90,8 @@ class Tuner:
         spent_s: of them, waiting for another process included.
         note: what was done, or why nothing is, in words; empty where there was nothing to do.
         begins_anew: whether what was measured is said by raising `Measured`.
-        is_done: whether every layer had an answer, or none may be measured, since it was set.
+        is_done: whether every layer had an answer, or the budget is 0, since it was set; and all
+            that is kept could be read.
     """
 
     budget_s: float | None = None
@@ -116,6 +117,7 @@ class Tuner:
         """Return `choices` on CUDA device `ordinal`, which is `device`, with answers instead of
         guesses as far as these are measured within the budget."""
         self.note_kept(choices)
+        self.is_done &= not kept.unread
         if not self._budget_on(device):
             return choices
         guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))

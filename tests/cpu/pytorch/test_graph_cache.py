@@ -40,6 +40,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def on_h100(captured: Any, launches: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Captures as on an H100, whose model the package has; choices are still given."""
     monkeypatch.setattr(choosing, "device_of", lambda ordinal: H100)  # no GPU is here
+    monkeypatch.setattr(driver, "describe", lambda _: (H100.product, "580.1"))  # nor its driver
     monkeypatch.setattr(graph_cache, "_ordinals", lambda inputs: {0})  # of tensors of the CPU
     monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)  # kernels need a GPU
     return captured
@@ -180,8 +181,10 @@ def test_the_key_covers_what_choices_depend_on(on_h100: Any, monkeypatch: Any) -
     (other,) = Path("models").glob("h200-*")
     monkeypatch.setitem(choosing._predictors, "conv2d", Predictor.load(other))
     keys |= {find(), find(backend.Options(tune=1))}  # no model of this device
+    monkeypatch.setattr(driver, "describe", lambda _: (H100.product, "590.2"))  # after an upgrade
+    keys.add(find())
     assert None not in keys
-    assert len(keys) == 10
+    assert len(keys) == 11
     monkeypatch.setattr(choosing, "ranks", lambda: 2)  # there is one process
     monkeypatch.setattr(choosing, "_settled", lambda _, mine: mine)  # the other one says the same
     assert find() is None
@@ -192,7 +195,6 @@ def test_answers_that_tuning_keeps_later_make_another_graph(
 ) -> None:
     """Ranks would look answers up only where they compile: they keep no graph then."""
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "describe", lambda _: (H100.product, "580.1"))  # no GPU is here
     find = lambda: graph_cache.identity_of(backend.Options(), [image()], False)  # noqa: E731
     before = find()
     for version in ("570.1", "580.1"):

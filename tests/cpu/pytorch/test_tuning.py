@@ -595,32 +595,60 @@ def test_the_first_capture_measures_and_status_says_so(board, captures, launches
     assert board.measured() == lines
 
 
-@pytest.mark.keeps_graphs
-@pytest.mark.parametrize("budget", [30.0, pytest.param(1e-9, id="too little")])
-def test_a_graph_is_kept_with_its_answers(
-    board, captures, launches, monkeypatch, tmp_path, budget
-) -> None:
-    """The next process finds it under these; where layers are left, it goes on measuring."""
+@pytest.fixture
+def keeping(board, captures, launches, monkeypatch, tmp_path) -> None:
+    """Let PyTorch's cache keep the graphs of captures."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(choosing, "device_of", lambda _: board.device)  # no GPU is here
     monkeypatch.setattr(graph_cache, "_ordinals", lambda _: {0})  # of tensors of the CPU
     monkeypatch.setattr(backend, "compile_ahead", lambda *_: None)  # kernels need a GPU
     monkeypatch.setattr(choosing, "check_clock", lambda *_: None)  # it has no clock
-    found = []
+
+
+def kept_and_found(budget: float) -> tuple[Any, list[int]]:
+    """Return the status of the network after a call, and how many graphs were kept, and found."""
+    model, x = network()
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        confpred.optimize(model, inductor=True, tune=budget)(x)
+    counted = counters["aot_autograd"]
+    return confpred.status(model), [counted[f"autograd_cache_{what}"] for what in ("saved", "hit")]
+
+
+@pytest.mark.keeps_graphs
+def test_a_graph_is_kept_with_its_answers(keeping, monkeypatch) -> None:
+    """The next process finds it under these, though it began before they were there."""
+    (first, saved), (second, found) = kept_and_found(30.0), kept_and_found(30.0)
+    assert (saved, found) == ([1, 0], [0, 1])
+    assert first.providers == second.providers
+    assert "pytorch" not in first.providers
+    assert any(text.startswith("tune: answers are kept in ") for text in second.remarks)
+    identity_of, run, attempts = graph_cache.identity_of, backend.Compiler._run, []
+
+    def ends(compiler: Any, *given: Any, **more: Any) -> Any:
+        if len(attempts) == 1:
+            raise tuning.Measured
+        return run(compiler, *given, **more)
+
+    def named(*given: Any) -> str | None:
+        attempts.append(given)
+        return "before" if len(attempts) == 1 else identity_of(*given)
+
+    monkeypatch.setattr(backend.Compiler, "_run", ends)  # another process has measured meanwhile
+    monkeypatch.setattr(graph_cache, "identity_of", named)  # when it began
+    third, found = kept_and_found(30.0)
+    assert (found, third.providers) == ([0, 1], first.providers)
+
+
+@pytest.mark.keeps_graphs
+def test_no_graph_is_kept_while_layers_or_files_are_left(keeping, monkeypatch) -> None:
     for _ in range(2):
-        model, x = network()
-        torch._dynamo.reset()
-        counters.clear()
-        with torch.no_grad():
-            confpred.optimize(model, inductor=True, tune=budget)(x)
-        found.append(confpred.status(model))
-        counted = counters["aot_autograd"]
-        kept = [counted[f"autograd_cache_{what}"] for what in ("saved", "hit")]
-        assert kept == ([len(found) == 1, len(found) == 2] if budget > 1 else [0, 0])
-    if budget > 1:
-        assert found[0].providers == found[1].providers
-        assert any(text.startswith("tune: answers are kept in ") for text in found[1].remarks)
-        assert "pytorch" not in found[0].providers
+        assert kept_and_found(1e-9)[1] == [0, 0]
+    with monkeypatch.context() as patch:
+        patch.setitem(kept.unread, Path("rows"), 1)  # a file that this process could not read
+        assert kept_and_found(0.0)[1] == [0, 0]
+    assert kept_and_found(0.0)[1] == [1, 0]
 
 
 def test_status_says_how_many_choices_are_transferred(captures, shipped, monkeypatch) -> None:
