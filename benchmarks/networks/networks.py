@@ -20,8 +20,8 @@ steps alone, each way in a process of its own, by the kernels that earlier proce
 (``networks_first.json``), or with ``--cold`` by empty caches (``networks_cold.json``).
 
 Most of a run's time is compilation, so ``--ahead N`` fills the caches alone, by N processes at once
-on each GPU; what Inductor chose meanwhile by timing is thrown away, as the processes disturbed one
-another. A run after it says ``--compiled``: its first steps find full caches.
+on each GPU. A run after it says ``--compiled``: its first steps find full caches. It forgets what
+Inductor chose meanwhile by timing, as the processes disturbed one another.
 
 Results are merged: rows that are measured again are replaced, and each row names its run.
 """
@@ -202,9 +202,7 @@ def measure(told: argparse.Namespace) -> None:
 
 
 def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> None:
-    """Run each task's compiled ways once, and forget which of Inductor's configs were fastest."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+    """Run each task's compiled ways once."""
     deadline = time.time() + told.budget
 
     def once(index: int, task: dict[str, Any]) -> None:
@@ -220,6 +218,12 @@ def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> 
     with ThreadPoolExecutor(told.ahead * told.gpus) as threads:
         for done in [threads.submit(once, *numbered) for numbered in enumerate(tasks)]:
             done.result()
+
+
+def forget_timings() -> None:
+    """Forget which of Inductor's configs were fastest."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     for kept in Path(cache_dir()).rglob("*.best_config"):
         kept.unlink()
 
@@ -236,7 +240,9 @@ def run(
     deadline = time.time() + told.budget
     facts = provenance("torch", "timm", gpu=told.device == "cuda")
     facts |= {"gpus": told.gpus} if told.gpus > 1 else {}
-    facts |= {"compiled": "ahead"} if told.compiled else {}
+    if told.compiled:
+        facts |= {"compiled": "ahead"}
+        forget_timings()
     waiting, lock = deque(tasks_of(told, result)), Lock()
 
     def start(gpu: int) -> tuple[dict[str, Any], Started] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from confpred.predict.choice import Choice
-from confpred.problem.conv import LAYOUTS
+from confpred.problem.conv import LAYOUTS, ConvNd
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite.passes import val_of
@@ -77,7 +77,9 @@ class Layouts:
 
     def settle(self, match: Match, choices: Choices) -> None:
         """Set the problems and choices of `match` to those of the layout that is predicted to take
-        less time. The input's own layout is kept unless a kernel runs in the other one."""
+        less time. The input's own layout is kept unless a kernel runs in the other one. So is that
+        of a dense volume, which gains little, while a grouped layer of PyTorch's behind it would
+        lose more: `layouts.to_channels_last` decides about these."""
         sites = match.sites
         if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return
@@ -87,7 +89,9 @@ class Layouts:
         of_own, of_other = costs[own], costs[other]
         best = own
         if of_own is not None and of_other is not None and of_other < of_own:
-            best = other if any(_runs_kernel(choices[s.by_layout[other]]) for s in sites) else own
+            others = [choices[site.by_layout[other]] for site in sites]
+            may_change = any(map(_runs_kernel, others)) and not any(map(_is_dense_volume, sites))
+            best = other if may_change else own
         for site in sites:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
@@ -151,6 +155,11 @@ def copy_ms(val: Any, device: Device) -> float:
 
 def _runs_kernel(choice: Choice | None) -> bool:
     return choice is not None and choosing.why_pytorch(choice) is None
+
+
+def _is_dense_volume(site: Site) -> bool:
+    problem = site.by_layout["channels_first"]  # channels last it may be an image
+    return isinstance(problem, ConvNd) and problem.rank == 3 and problem.groups == 1
 
 
 def _is_pointwise(node: fx.Node) -> bool:

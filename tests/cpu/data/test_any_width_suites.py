@@ -19,7 +19,15 @@ def shipped(repository):
 
 def test_the_files_are_those_that_the_command_writes(script, made_again):
     made = made_again(script("any_width_suites").main, "any_width")
-    assert sorted(made) == ["holdout.json", "training.json"]
+    assert sorted(made) == ["64.json", "holdout.json", "training.json"]
+
+
+def test_layers_of_64_channels_a_group_are_of_no_benchmarks_network(script, repository):
+    suite = repository / "datasets" / "suites" / "any_width" / "64.json"
+    left_out = set(script("any_width_suites").LEFT_OUT)
+    for entry in read_suite(suite).entries:
+        assert {entry.problem.c, entry.problem.k} == {64 * entry.problem.groups}
+        assert not left_out & set(entry.networks)
 
 
 def test_the_holdout_shares_no_layer_and_no_network(script, shipped):

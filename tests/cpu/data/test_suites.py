@@ -162,6 +162,7 @@ def test_what_was_measured_is_in_the_suites(repository, shipped, device, draws):
     suites = repository / "datasets" / "suites"
     kinds = ("dense", "any_width", "large_filters", "multiplied")
     others = [suites / name / "training.json" for name in kinds]
+    others.append(suites / "any_width" / "64.json")
     for path in (*others, *(suites / "further").glob("*.json")):
         problems |= {entry.problem for entry in read_suite(path).entries}
     assert len(rows) > 1000

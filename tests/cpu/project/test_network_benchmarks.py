@@ -125,6 +125,8 @@ def test_what_is_compiled_ahead_is_not_measured(
     words = "--device cpu --size 32 --networks resnet18 --batches 2 --ways eager,optimize"
     _trial(repository, tmp_path, networks, f"{words} --ahead 2")
     assert not (tmp_path / "out").exists()
+    assert chosen.exists()
+    _trial(repository, tmp_path, networks, f"{words} --compiled --budget 0")
     assert not chosen.exists()
 
 
