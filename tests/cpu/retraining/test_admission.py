@@ -12,12 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from slow import slow_but
 
-from confpred.cudnn.family import FAMILY
+from confpred.cudnn.family import FAMILY, FAMILY_ND
 from confpred.data.measurements import problem_of_row
 from confpred.data.parquet import content_of, new_rows, operation_in, problem_columns
 from confpred.families.registry import all_operations, config_ids
 from confpred.model.folder import Model, NewestModels
-from confpred.problem.conv2d import Problem
 from confpred.problem.device import get_device
 from confpred.retraining.admission import RefusedShard, check_shard
 
@@ -27,15 +26,18 @@ ROWS = 20_000  # of a shard, as a sampler may send it
 
 
 def candidates_of(table: pa.Table) -> pa.Table:
-    """Return the rows without plans of groups that were candidates when they were measured, and are
-    none since."""
-    is_plan = pc.and_(pc.equal(table["family"], "cudnn"), pc.greater(table["groups"], 1))
+    """Return the rows without plans that were candidates when they were measured, and are none
+    since: of images with groups, and of lines and volumes."""
+    grouped = pc.and_(pc.equal(table["family"], FAMILY.name), pc.greater(table["groups"], 1))
+    is_plan = pc.or_(grouped, pc.equal(table["family"], FAMILY_ND.name))
     keep = np.ones(table.num_rows, np.bool_)
-    legal = cache(lambda problem: FAMILY.legal(problem, get_device("h200")))
+    families = {family.name: family for family in (FAMILY, FAMILY_ND)}
+    legal = cache(lambda name, problem: families[name].legal(problem, get_device("h200")))
     places = np.flatnonzero(is_plan.to_numpy())
     for place, line in zip(places, table.take(places).to_pylist(), strict=True):
-        config = config_ids(FAMILY.name)[line["config"]]
-        keep[place] = legal(problem_of_row(line, Problem))[config]
+        name = line["family"]
+        problem = problem_of_row(line, families[name].operation.problem)
+        keep[place] = legal(name, problem)[config_ids(name)[line["config"]]]
     return table.filter(pa.array(keep))
 
 
@@ -43,7 +45,7 @@ def shards(part: Path, folder: Path) -> list[Path]:
     """Write the rows of a part as shards of whole problems in the order of their measurement."""
     table = pq.read_table(part)
     operation = all_operations()[operation_in(part)]
-    table = candidates_of(table) if operation.name == "conv2d" else table
+    table = candidates_of(table) if operation.name in ("conv2d", "conv") else table
     columns = [pc.cast(table[name], pa.string()) for name in problem_columns(operation)]
     words = pc.binary_join_element_wise(*columns, "|").to_numpy(zero_copy_only=False)
     _, problem = np.unique(words, return_inverse=True)
