@@ -104,12 +104,24 @@ def command_line(process: int) -> bytes:
 
 
 def killed(process: int) -> bool:
-    """Kill a process; say whether it was still there."""
+    """Kill a process, and wait until its connections are closed; say whether it was still there."""
     try:
         os.kill(process, signal.SIGKILL)
     except ProcessLookupError:
         return False
+    eventually(lambda: has_ended(process))
     return True
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process and all of its threads, which share its connections, are gone, or it
+    alone waits to be collected by its parent."""
+    folder = Path(f"/proc/{process}")
+    try:
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(list((folder / "task").iterdir())) <= 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @contextmanager
