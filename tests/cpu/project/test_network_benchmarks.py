@@ -90,7 +90,7 @@ def test_what_is_no_result_is_refused(
 
 def _trial(repository: Path, folder: Path, script: Any, words: str) -> None:
     """Run a benchmark's script beside a stub of torchvision."""
-    (folder / "stub" / "torchvision").mkdir(parents=True)
+    (folder / "stub" / "torchvision").mkdir(parents=True, exist_ok=True)
     stub = folder / "stub" / "torchvision" / "__init__.py"
     stub.write_text("from timm_networks import stand_in; stand_in()")
     path = os.pathsep.join(map(str, (stub.parents[1], repository, repository / "tests")))
