@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.networks.unknown_board import DESCRIPTION
 from benchmarks.provenance import DATASETS, RESULTS, provenance, write
 from confpred.cuda import driver
 from confpred.cuda.discovery import Facts, device_with, measure_rates
@@ -60,8 +61,6 @@ SLOWER = 1.02
 TRAINING = (
     "fprop.json", "further/fprop.json", "any_width/training.json", "dense/training.json",
 )  # fmt: skip
-#: In the folder of a learned model: the description of its device.
-PART = "device.json"
 _JOB = "benchmarks.model.partitions:partition_job"
 #: For the sampler's processes: how many multiprocessors, and the key of the device.
 _SMS, _KEY = "PARTITION_SMS", "PARTITION_DEVICE"
@@ -224,10 +223,9 @@ def learned(count: int, budget_s: float, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = Path(folder) / device.key
         suite = replace(suites[0], entries=tuple(forward))
-        nothing = Predictor({})
-        sampled(suite, device, count, measured, nothing, device, "all", budget_s)
+        sampled(suite, device, count, measured, Predictor({}), device, "all", budget_s)
         train(read_dataset([measured], device.key), out / device.key)
-    (out / PART).write_text(json.dumps(asdict(device)))
+    (out / DESCRIPTION).write_text(json.dumps(asdict(device)))
 
 
 def main() -> None:

@@ -55,6 +55,8 @@ CLOCKS = {"gpu": "graph_over_compile", "wall": "over_compile"}
 #: For the processes of a network: the folder of caches, one for each way, and that of the model of
 #: a part of a GPU.
 CACHE, PART = "UNKNOWN_BOARD_CACHE", "UNKNOWN_BOARD_PART"
+#: In the folder of a part's model: the description of the part.
+DESCRIPTION = "device.json"
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def models_hidden(folder: Path, part: Path | None = None) -> Iterator[Any]:
         for operation in all_operations():
             choosing.use_predictor(Predictor({}), operation)
         if part is not None:
-            whole = json.loads((part / "device.json").read_text())
+            whole = json.loads((part / DESCRIPTION).read_text())
             devices.remember(driver.describe(0)[1], whole)
             model = load_model(part / whole["key"])
             choosing.use_predictor(Predictor({whole["key"]: model}), CONVOLUTION.name)
