@@ -36,14 +36,7 @@ template <int ELEMENTS> using Channels = typename Vector<ELEMENTS>::Type;
 __device__ __forceinline__ void load_pair(u32 (&d)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];\n" : "=r"(d[0]), "=r"(d[1]) : "r"(from) : "memory");
 }
-// Like load_matrix_x4 and load_pair, but each matrix is transposed.
-__device__ __forceinline__ void load_transposed_x4(u32 (&d)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void load_transposed_x2(u32 (&d)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n" : "=r"(d[0]), "=r"(d[1]) : "r"(from) : "memory");
-}
+#include "transposed.cuh"
 
 // A block's tile: BLOCK_N images, BLOCK_P rows and BLOCK_Q columns of positions. Position m of it, counted columns
 // first, is at (image_of(m), row_of(m), column_of(m)).

@@ -26,10 +26,11 @@ CONVOLUTIONS = kernels_of(_ANY)
 GROUP_NORMS = kernels_of(Norm(n=1, p=1, c=1))
 ROW_NORMS = {name: family for name, family in GROUP_NORMS.items() if name.startswith("row_norm")}
 NORMS = {**kernels_of(BatchNorm(n=2, h=1, w=1, c=1)), **GROUP_NORMS}
-#: Those of depthwise convolution of lines and of volumes.
+#: Those of convolution of lines and of volumes: depthwise, and dense of few channels.
 OTHER_RANKS = kernels_of(ConvNd(n=1, c=1, w=1, k=1, s=1))
 VOLUMES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("volume")}
 LINES = {name: family for name, family in OTHER_RANKS.items() if name.startswith("line")}
+DENSE_VOLUMES = {name: f for name, f in OTHER_RANKS.items() if name.startswith("dense")}
 #: A board of each architecture, by its target: legality and launches differ between these.
 ARCHITECTURES = {device.arch: device for device in reversed(list(KNOWN.values()))}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -291,7 +292,7 @@ def random_group_norm(rng: random.Random, family: Family, most_elements: int) ->
             return problem
 
 
-def random_volume(rng: random.Random, direction: str) -> ConvNd:
+def random_volume(rng: random.Random, direction: str, dense: bool = False) -> ConvNd:
     """Return a small layer, which need not have a legal config: odd channels, one plane, tiles
     larger than the volume, padding larger than the window, a cut."""
     window = rng.choice(VOLUME_WINDOWS)
@@ -301,7 +302,9 @@ def random_volume(rng: random.Random, direction: str) -> ConvNd:
         max(1, d * (f - 1) + 1 - 2 * z) for d, f, z in zip(dilation, window, padding, strict=True)
     ]
     d, h, w = (low + rng.randint(0, 9) for low in least)
-    c = rng.choice((1, 2, 3, 6, 8, 10, 16, 24, 54))
+    c = rng.choice((8, 16, 24, 32, 40) if dense else (1, 2, 3, 6, 8, 10, 16, 24, 54))
+    k = 8 * rng.randint(1, 5) if dense else c
+    k *= 1 if dense or direction == "dgrad" else rng.choice((1, 1, 1, 2, 3))
     width = (w + 2 * padding[2] - dilation[2] * (window[2] - 1) - 1) // stride[2] + 1
     fields: dict[str, Any] = {"bias": rng.random() < 0.5, "deterministic": False}
     if direction == "wgrad":
@@ -310,10 +313,9 @@ def random_volume(rng: random.Random, direction: str) -> ConvNd:
         fields |= {"activation": rng.choice(ACTIVATIONS), "residual": rng.random() < 0.5}
     return ConvNd(
         n=rng.choice((1, 1, 2, 3)), c=c, d=d, h=h, w=w,
-        k=c * (1 if direction == "dgrad" else rng.choice((1, 1, 1, 2, 3))),
-        t=window[0], r=window[1], s=window[2], stride=tuple(stride), padding=tuple(padding),
-        dilation=tuple(dilation), cut=rng.choice((0, 0, min(2, width - 1))), groups=c,
-        dtype=rng.choice(DTYPES), direction=direction, **fields,
+        k=k, t=window[0], r=window[1], s=window[2], stride=tuple(stride), padding=tuple(padding),
+        dilation=tuple(dilation), cut=rng.choice((0, 0, min(2, width - 1))),
+        groups=1 if dense else c, dtype=rng.choice(DTYPES), direction=direction, **fields,
     )  # fmt: skip
 
 
@@ -339,9 +341,9 @@ def random_legal_conv(
     rng: random.Random, family: Family, device: Device, most_flops: int = 2**21
 ) -> ConvNd:
     """Return a `random_line` or `random_volume` that `family` has configs for."""
-    drawn = random_line if family.name in LINES else random_volume
-    direction = family.name.rpartition("_")[2]
+    direction, dense = family.name.rpartition("_")[2], family.name in DENSE_VOLUMES
     while True:
-        problem = drawn(rng, direction)
+        is_line = family.name in LINES
+        problem = random_line(rng, direction) if is_line else random_volume(rng, direction, dense)
         if problem.flops <= most_flops and family.legal(problem, device).any():
             return problem

@@ -147,7 +147,7 @@ def our_call(
     outputs."""
     import torch
 
-    from confpred.launch.kernels import bound
+    from confpred.launch.runner import bound
 
     operands = CONVOLUTION.operands(problem)
     names = [o.name for o in operands]

@@ -217,7 +217,7 @@ def call_of(
     which are new tensors; its workspaces are its own, as those of one stream are."""
     import torch
 
-    from confpred.launch.kernels import bound
+    from confpred.launch.runner import bound
 
     launch = family.launch(problem, row)
     launch = replace(launch, steps=launch.steps[:steps])

@@ -7,13 +7,12 @@ Launch --> Program(launch, bind) --> program(operands)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from confpred.launch.kernels import bound
 from confpred.problem.operation import SCRATCH, Launch, Product, Step, View
 from confpred.problem.precision import float32_sums, matmul_tf32
 
@@ -60,17 +59,23 @@ class Program:
                     part(typed)
 
 
-def by_driver(step: Step, ordinal: int) -> Bound:
-    """Return a function that launches the kernel of `step` on CUDA device `ordinal`; raises what
-    `confpred.launch.kernels.loaded` does."""
-    names = tuple(dict.fromkeys(step.operands))
-    enqueue = bound(Launch((step,)), names, ordinal)
+def on_tensors(
+    bind: Callable[[Launch, Sequence[str]], Callable[[int, Sequence[int]], None]],
+) -> Callable[[Step], Bound]:
+    """Return a function that makes a step's kernel one that takes tensors, given one that binds a
+    launch to the addresses of operands (`confpred.launch.runner.bound`)."""
 
-    def run(operands: Operands) -> None:
-        addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
-        enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+    def bound_to(step: Step) -> Bound:
+        names = tuple(dict.fromkeys(step.operands))
+        enqueue = bind(Launch((step,)), names)
 
-    return run
+        def run(operands: Operands) -> None:
+            addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
+            enqueue(torch.cuda.current_stream().cuda_stream, addresses)
+
+        return run
+
+    return bound_to
 
 
 def multiply(product: Product, operands: Operands, made: dict[View, Tensor]) -> None:

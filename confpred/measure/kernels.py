@@ -13,8 +13,7 @@ import numpy as np
 from confpred.cuda import driver
 from confpred.errors import CompileError, LaunchError
 from confpred.families.protocol import Family
-from confpred.launch.kernels import bound, loaded
-from confpred.launch.runner import Loader, Runner, workspaces
+from confpred.launch.runner import Loader, Runner, bound, loaded, workspaces
 from confpred.measure.timing import (
     Outcome,
     Replayable,

@@ -18,8 +18,7 @@ from torch import Tensor
 from confpred.cuda import driver
 from confpred.cuda.epilogue import epilogue_of, left_to_pytorch
 from confpred.families.protocol import PYTORCH_OPERATOR
-from confpred.launch.kernels import Enqueue, bound
-from confpred.launch.runner import Runner, workspaces
+from confpred.launch.runner import Enqueue, Runner, bound, workspaces
 from confpred.measure.timing import Outcome, launches_a_replay, time_interleaved
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import Operand, Operation, Prepared

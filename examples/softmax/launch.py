@@ -12,7 +12,7 @@ from softmax import FAMILY, SoftmaxProblem
 
 from confpred import Predictor
 from confpred.cuda import driver
-from confpred.launch.kernels import bound
+from confpred.launch.runner import bound
 
 
 def softmax(predictor: Predictor, x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,7 @@ from layers import NORMS, OTHER_RANKS, random_legal_conv, random_legal_layer, ra
 from confpred.cuda import driver
 from confpred.families.protocol import Family
 from confpred.families.registry import all_families
-from confpred.launch.kernels import bound
-from confpred.launch.runner import workspaces
+from confpred.launch.runner import bound, workspaces
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import ZEROED
 

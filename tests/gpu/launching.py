@@ -6,8 +6,7 @@ import references
 import torch
 
 from confpred.families.protocol import Family
-from confpred.launch.kernels import bound
-from confpred.launch.runner import workspaces
+from confpred.launch.runner import bound, workspaces
 from confpred.problem.conv2d import Problem
 from confpred.problem.operation import SCRATCH, ZEROED, Launch
 

@@ -1,5 +1,5 @@
-"""Kernels of depthwise convolution of lines and volumes on a GPU, with poison around operands,
-against float64."""
+"""Kernels of convolution of lines and volumes on a GPU, with poison around operands, against
+float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from launching import Config, assert_repeats, outside
-from layers import LINES, OTHER_RANKS, random_legal_conv
+from layers import DENSE_VOLUMES, LINES, OTHER_RANKS, random_legal_conv
 from references import random_inputs, reference_nd, some_rows
 from slow import slow_but
 
@@ -24,13 +24,20 @@ from confpred.problem.device import Device
 KERNELS, CONFIGS = 4, 4  # of a problem, and of a kernel
 MOST_FLOPS = 2**27
 VIDEO = "rank=3 n=4 c=54 d=8 h=28 w=28 k=54 t=3 r=3 s=3 padding=1 groups=54"
+SCAN = "rank=3 n=2 c=32 d=12 h=28 w=28 k=32 t=3 r=3 s=3 padding=1"
 SPEECH = "n=4 c=96 w=504 k=96 s=31 padding=15 groups=96 layout=channels_first"
 VIDEOS = ("", "stride=1x2x2", "t=5 r=5 s=5 padding=2", "t=7 r=1 s=1")
 SPEECHES = ("", "s=4 padding=3 cut=3", "w=501 stride=2", "s=3 dilation=64 padding=64", "s=64")
+SCANS = (
+    "",
+    "c=24 k=48 stride=2",
+    "t=5 r=5 s=5 padding=2 c=16 k=16",
+    "t=2 r=2 s=2 stride=2 padding=0",
+)
 LAYERS = [
     (family, change)
     for name, family in OTHER_RANKS.items()
-    for change in (SPEECHES if name in LINES else VIDEOS)
+    for change in (SPEECHES if name in LINES else SCANS if name in DENSE_VOLUMES else VIDEOS)
 ]
 every_family = pytest.mark.parametrize("family", OTHER_RANKS.values(), ids=OTHER_RANKS)
 
@@ -57,6 +64,8 @@ def test_random_configs_of_a_random_problem_are_correct(
 def test_every_config_of_a_layer_of_a_network_is_right(
     family: Family, change: str, dtype: str, device: Device
 ) -> None:
+    if dtype == "float32" and family.name in DENSE_VOLUMES:
+        dtype = "float16"  # tensor cores have no float32
     problem = layer_of(family, f"dtype={dtype} {change}")
     rows = np.flatnonzero(family.legal(problem, device)).tolist()
     outcomes = check(problem, family, rows, ordinal=0)
@@ -104,7 +113,8 @@ def test_pytorchs_operators_are_timed(direction: str, text: str) -> None:
 
 
 def layer_of(family: Family, change: str) -> ConvNd:
-    """Return `VIDEO` or `SPEECH` in the family's direction, with other words."""
-    text, direction = SPEECH if family.name in LINES else VIDEO, family.name.rpartition("_")[2]
+    """Return `VIDEO`, `SCAN` or `SPEECH` in the family's direction, with other words."""
+    is_dense, direction = family.name in DENSE_VOLUMES, family.name.rpartition("_")[2]
+    text = SPEECH if family.name in LINES else SCAN if is_dense else VIDEO
     words = dict(word.split("=") for word in f"{text} direction={direction} {change}".split())
     return ConvNd.parse(" ".join(f"{name}={value}" for name, value in words.items()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from confpred.cuda.driver import launch_with
 from confpred.errors import ConfpredError
-from confpred.launch.kernels import loaded
+from confpred.launch.runner import loaded
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.loading import CHANNELS_LAST, in_context
 

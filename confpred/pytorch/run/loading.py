@@ -16,8 +16,7 @@ from confpred.errors import CompileError, LaunchError, MissingExtra
 from confpred.families.protocol import PYTORCH_OPERATOR
 from confpred.families.registry import operation_of
 from confpred.launch.assignment import Assignment
-from confpred.launch.kernels import compile_soon
-from confpred.launch.runner import Loader, Runner, workspaces
+from confpred.launch.runner import Loader, Runner, compile_soon, workspaces
 from confpred.predict.choice import MAX_TOP, Choice
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import ZEROED

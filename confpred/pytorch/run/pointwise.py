@@ -14,7 +14,7 @@ from torch import Tensor
 from confpred.cuda import driver
 from confpred.cuda.epilogue import MOST_CHANNELS, MOST_ROWS, epilogue_kernel, epilogue_launch
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice
-from confpred.launch.kernels import Enqueue, bound
+from confpred.launch.runner import Enqueue, bound
 from confpred.problem.activation import ACTIVATIONS, activated
 from confpred.problem.operation import KernelSpec
 from confpred.pytorch.run.choosing import cached

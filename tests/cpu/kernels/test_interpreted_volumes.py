@@ -1,5 +1,5 @@
-"""Kernels of depthwise convolution of volumes, interpreted on the CPU, against PyTorch in
-float64."""
+"""Kernels of convolution of volumes, depthwise and dense, interpreted on the CPU, against PyTorch
+in float64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 import torch
-from layers import H100, random_legal_conv
-from layers import VOLUMES as FAMILIES
+from layers import DENSE_VOLUMES, H100, VOLUMES, random_legal_conv
 from ptx.launch import interpret
 from references import outside, random_inputs, reference_nd, some_rows
 from slow import slow_but
@@ -22,7 +21,8 @@ from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import DTYPES
 
 KERNELS, CONFIGS = 2, 2  # of a problem, and of a kernel
-IMAGES = ("volume_fprop", "volume_dgrad")
+IMAGES = ("volume_fprop", "dense_volume_fprop", "volume_dgrad", "dense_volume_dgrad")
+FAMILIES = {**VOLUMES, **DENSE_VOLUMES}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -37,10 +37,15 @@ def check(family: Family, problem: ConvNd, rows: list[int], arch: str = H100.arc
 
 
 def layer_of(family: Family, **fields: object) -> ConvNd:
-    """Return a small layer of 3x3x3 taps, of the family's direction."""
+    """Return a small layer of 3x3x3 taps, of the family's direction; a dense one has no dilation,
+    and 16 bits."""
+    if dense := family.name in DENSE_VOLUMES:
+        fields["dilation"] = 1
+        if fields.get("dtype") == "float32":
+            fields["dtype"] = "float16"
     usual = {"n": 2, "c": 8, "d": 5, "h": 6, "w": 9, "t": 3, "r": 3, "s": 3, "padding": (1, 1, 1)}
     usual |= {"direction": family.name.rpartition("_")[2]} | fields
-    usual |= {"k": usual.get("k", usual["c"]), "groups": usual["c"]}
+    usual |= {"k": usual.get("k", usual["c"]), "groups": 1 if dense else usual["c"]}
     return ConvNd(**usual)
 
 
@@ -75,7 +80,9 @@ def test_every_pair_of_steps_is_right(
     check(family, problem, some_rows(family, problem, H100, rng, KERNELS, 1))
 
 
-@pytest.mark.parametrize(("activation", "name"), list(zip(ACTIVATIONS, cycle(IMAGES))))
+@pytest.mark.parametrize(
+    ("activation", "name"), [*zip(ACTIVATIONS, cycle(IMAGES)), ("silu", IMAGES[3])]
+)
 def test_every_epilogue_is_right(name: str, activation: str) -> None:
     problem = layer_of(FAMILIES[name], activation=activation, bias=True, residual=True)
     rows = np.flatnonzero(FAMILIES[name].legal(problem, H100)).tolist()
@@ -90,18 +97,20 @@ def test_filters_that_share_an_input_channel_are_right(name: str, multiplier: in
 
 
 @pytest.mark.slow(reason="every kernel of a layer is compiled and interpreted")
-@pytest.mark.parametrize(("name", "dtype"), list(zip(FAMILIES, DTYPES, strict=True)))
+@pytest.mark.parametrize(("name", "dtype"), list(zip(FAMILIES, cycle(DTYPES))))
 def test_every_kernel_of_a_small_layer_is_right(name: str, dtype: str) -> None:
-    family = FAMILIES[name]
+    """A dense layer has more of them, of which these are a part."""
+    family, most = FAMILIES[name], 60 if name in DENSE_VOLUMES else 1000
     problem = layer_of(family, dtype=dtype, bias=True)
-    check(family, problem, some_rows(family, problem, H100, random.Random(dtype), 1000, 1))
+    check(family, problem, some_rows(family, problem, H100, random.Random(dtype), most, 1))
 
 
 @pytest.mark.slow(reason="hundreds of launches")
 @every_family
 def test_every_config_of_a_kernel_is_right(family: Family) -> None:
     """Bands, splits, lanes and threads are arguments of one kernel."""
-    problem = layer_of(family, n=1, c=20, d=9, h=13, w=9, stride=(1, 2, 1))
+    c = 24 if family.name in DENSE_VOLUMES else 20
+    problem = layer_of(family, n=1, c=c, d=9, h=13, w=9, stride=(1, 2, 1))
     check(family, problem, some_rows(family, problem, H100, random.Random(0), 1, 1000))
 
 
@@ -122,10 +131,11 @@ def test_a_wrong_result_is_seen(family: Family) -> None:
     assert outside(outputs, results, reference_nd(problem, inputs)) == {outputs[0].name: 1}
 
 
+@pytest.mark.parametrize("name", ["volume_wgrad", "dense_volume_wgrad"])
 def test_sums_do_not_depend_on_the_blocks_that_run_together(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, rng = FAMILIES["volume_wgrad"], random.Random(4)
+    family, rng = FAMILIES[name], random.Random(4)
     problem = replace(layer_of(family, d=8, h=14, w=14, bias=True), deterministic=True)
     legal = family.legal(problem, H100)
     assert (legal == family.legal(replace(problem, deterministic=False), H100)).all()
