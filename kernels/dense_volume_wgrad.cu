@@ -15,8 +15,7 @@
 //
 // The sum over the pixels of a tile is a matrix product. A *unit* is a row and a column of the filter with 8 channels of
 // `in`: a tile of 8 columns of the product for each of the filter's planes, for which the pixels of `in` are read from
-// shared memory at the offset of the tap. A warp has all planes of its units, so that none waits at the first and the
-// last planes of a volume.
+// shared memory at the offset of the tap.
 //
 // A block walks down a band of planes with the same tile of each. An input plane's part, with the halo around it, comes
 // into a ring of shared memory once and stays there for all planes of `out_grad` that it meets. What the next plane
@@ -104,16 +103,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_volume_wgrad(
         const int image = rest / bands;
         const int y0 = p0 * STRIDE_H - pad_h, x0 = q0 * STRIDE_W - pad_w;
 
-        int next_plane = 0;  // of `in`, before which all that are still to be met are brought
+        // Of `in`, counted from the first one of the padding; all before it that are still to be met are brought.
+        int next_plane = first_plane * STRIDE_D;
         const auto bring_planes = [&](int at) {
-            const int first = max(at * STRIDE_D - pad_d, 0), last = min(at * STRIDE_D - pad_d + TAPS_D, d) - 1;
-            for (next_plane = max(next_plane, first); next_plane <= last; ++next_plane) {
-                const u16* const plane = in + (static_cast<i64>(image) * d + next_plane) * h * w * c + c0;
+            for (next_plane = max(next_plane, at * STRIDE_D); next_plane < at * STRIDE_D + TAPS_D; ++next_plane) {
+                const int number = next_plane - pad_d;
+                const bool inside = number >= 0 && number < d;
+                const u16* const plane = in + (static_cast<i64>(image) * d + number) * h * w * c + c0;
                 const u32 to = in_shared + next_plane % RING * PLANE_BYTES;
                 for (int e = tid; e < TILE_PIXELS * PIECES; e += THREADS) {
                     const int piece = e % PIECES, pixel = e / PIECES;
                     const int y = y0 + pixel / TILE_W, x = x0 + pixel % TILE_W;
-                    const bool valid = y >= 0 && y < h && x >= 0 && x < w && c0 + 8 * piece < c;
+                    const bool valid = inside && y >= 0 && y < h && x >= 0 && x < w && c0 + 8 * piece < c;
                     const u16* const from = plane + (static_cast<i64>(y) * w + x) * c + 8 * piece;
                     copy_async_16(to + pixel * PIXEL_BYTES + 16 * piece, valid ? from : in, valid);
                 }
@@ -138,7 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_volume_wgrad(
             if (at + 1 < end_plane) bring_planes(at + 1);
             copy_async_commit();
 
-            const int from = at * STRIDE_D - pad_d;  // the input plane that the filter's first one meets
+            u32 plane_from[TAPS_D];  // the input plane that each of the filter meets
+#pragma unroll
+            for (int t = 0; t < TAPS_D; ++t) plane_from[t] = (at * STRIDE_D + t) % RING * PLANE_BYTES;
             const u32 grad_plane = at % 2 * GRAD_PLANE_BYTES;
 #pragma unroll 1
             for (int m = 0; m < PIXELS; m += 16) {
@@ -152,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_volume_wgrad(
                 const u32 in_at = (y * TILE_W + x) * PIXEL_BYTES;
 #pragma unroll
                 for (int t = 0; t < TAPS_D; ++t) {
-                    if (from + t < 0 || from + t >= d) continue;
-                    const u32 plane_at = in_at + (from + t) % RING * PLANE_BYTES;
+                    const u32 plane_at = in_at + plane_from[t];
 #pragma unroll
                     for (int i = 0; i < WARP_U; i += 2) {
                         const int next = i + 1 < WARP_U ? i + 1 : i;
