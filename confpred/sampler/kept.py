@@ -70,11 +70,11 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
     except OSError as error:
-        _note_unread(folder, f"cannot list {folder}: {error.strerror}")
+        note_unread(folder, f"cannot list {folder}: {error.strerror}")
         return []
 
 
-def _note_unread(path: Path, why: str) -> None:
+def note_unread(path: Path, why: str) -> None:
     """Count that `path` cannot be read now, and say so the first time."""
     unread[path] += 1
     if unread[path] == 1:
@@ -106,7 +106,7 @@ def times_in(folder: Path, operation: Operation) -> Times:
             keyed = [(problem_of_row(row, operation.problem), row) for row in rows]
         except ConfpredError as error:
             if getattr(error.__cause__, "errno", None):  # the system's; Arrow's errors have none
-                _note_unread(shard, str(error))
+                note_unread(shard, str(error))
                 continue
             log.warning("ignoring measurements: %s", error)
             with contextlib.suppress(OSError):  # else no sampler would write here

@@ -318,7 +318,7 @@ def _times(shards: tuple[Path, ...], failures: int) -> kept.Times:
     try:
         return kept.times_in(where, operation_named(where.name))
     except Exception as error:  # such as a missing pyarrow: no reason to hold up a network
-        log.warning("answers in %s are not used: %s", where, first_line(error))
+        kept.note_unread(where, f"cannot read {where}: {first_line(error)}")
         return {}
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -77,6 +78,7 @@ class Board:
         self.facts()
         patch.setattr(tuning, "JOB", tuning_jobs.JOB)  # there is nothing to time
         patch.setattr(os, "sched_getaffinity", lambda _: ())  # nothing is compiled
+        patch.setattr(kept, "unread", Counter())  # by this test
 
     def facts(
         self,
@@ -349,7 +351,7 @@ def test_answers_that_cannot_be_read_cost_a_line_of_the_log(board, caplog, monke
     for _ in range(3):
         assert board.ask(Tuner(0.0))[0].is_guess
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"answers in {board.folder()} are not used: ")
+    assert warning.startswith(f"cannot read {board.folder()}: ")
 
 
 def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypatch) -> None:
@@ -649,6 +651,20 @@ def test_no_graph_is_kept_while_layers_or_files_are_left(keeping, monkeypatch) -
         patch.setitem(kept.unread, Path("rows"), 1)  # a file that this process could not read
         assert kept_and_found(0.0)[1] == [0, 0]
     assert kept_and_found(0.0)[1] == [1, 0]
+
+
+@pytest.mark.keeps_graphs
+def test_no_graph_is_kept_without_pyarrow_where_there_are_answers(
+    board, keeping, monkeypatch
+) -> None:
+    """The next process may have it."""
+    board.ask(Tuner(60.0))
+    for module, counts in ((None, [0, 0]), (sys.modules["confpred.data.parquet"], [1, 0])):
+        choosing._times.cache_clear()  # as in another process
+        monkeypatch.setattr(kept, "unread", Counter())  # by it
+        monkeypatch.setitem(sys.modules, "confpred.data.parquet", module)  # with it or without
+        status, counted = kept_and_found(0.0)
+        assert (counted, "pytorch" in status.providers) == (counts, module is None)
 
 
 def test_status_says_how_many_choices_are_transferred(captures, shipped, monkeypatch) -> None:
