@@ -36,7 +36,7 @@ import confpred
 from confpred.client import transfer
 from confpred.cuda import driver
 from confpred.data.measurements import Run
-from confpred.errors import InvalidInput
+from confpred.errors import InvalidInput, ModelError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import family_named, operation_of
 from confpred.measure.timing import Outcome
@@ -649,6 +649,17 @@ def test_no_graph_is_kept_while_layers_or_files_are_left(keeping, monkeypatch) -
         assert kept_and_found(1e-9)[1] == [0, 0]
     with monkeypatch.context() as patch:
         patch.setitem(kept.unread, Path("rows"), 1)  # a file that this process could not read
+        assert kept_and_found(0.0)[1] == [0, 0]
+    assert kept_and_found(0.0)[1] == [1, 0]
+
+
+@pytest.mark.keeps_graphs
+def test_no_graph_is_kept_where_nothing_could_be_chosen(keeping, monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ModelError("trees of a family are damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Predictor, "choose_many", fail)  # as trees that are read at their first use
         assert kept_and_found(0.0)[1] == [0, 0]
     assert kept_and_found(0.0)[1] == [1, 0]
 
