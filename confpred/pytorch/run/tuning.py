@@ -13,6 +13,7 @@ measure nothing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -318,7 +319,7 @@ def _tasks(
         bare = left_to_pytorch(problem) if isinstance(problem, Problem) else problem
         count = _ALIKE if bare in seen else most
         seen.add(bare)
-        hinted = [timed.candidate for timed in hints.get(problem, ())]
+        hinted = [timed.candidate for timed in hints.get(problem, ()) if timed.ms < math.inf]
         rows: dict[str, list[int]] = {}
         for candidate in candidates(problem, layers.device, layers.limits, hinted)[:count]:
             rows.setdefault(candidate.provider, []).append(candidate.config_id)

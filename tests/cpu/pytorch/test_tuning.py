@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import subprocess
@@ -357,20 +358,47 @@ def test_answers_that_cannot_be_read_cost_a_line_of_the_log(board, caplog, monke
 def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypatch) -> None:
     (choice,) = board.ask(Tuner(60.0))
     times = kept.times_in(board.folder(), CONVOLUTION)[LAYER]
-    assert kept.answer(LAYER, board.device, times, UNLIMITED) == choice
+    answer = lambda times: kept.answer(LAYER, board.device, times, UNLIMITED)  # noqa: E731
+    assert answer(times) == choice
+    slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
+    assert answer(slow).candidate == PYTORCH_OPERATOR
+    assert answer(times[:1]) is None
     allowed = lambda family, problem, rows, limits: rows[rows != choice.config_id]  # noqa: E731
     monkeypatch.setattr(kept, "within", allowed)  # no config of the layer needs more than another
-    strict = kept.answer(LAYER, board.device, times, Limits(workspace_bytes=0))
-    assert strict is not None
-    assert strict.candidate not in (choice.candidate, PYTORCH_OPERATOR)
-    # As after a change of the kernel.
-    monkeypatch.setattr(kept, "identity_of", lambda source: "another")
-    outdated = kept.answer(LAYER, board.device, times, UNLIMITED)
-    assert outdated is not None
-    assert outdated.candidate == PYTORCH_OPERATOR
-    slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
-    assert kept.answer(LAYER, board.device, slow, UNLIMITED).candidate == PYTORCH_OPERATOR
-    assert kept.answer(LAYER, board.device, times[:1], UNLIMITED) is None
+    assert answer(times).candidate not in (choice.candidate, PYTORCH_OPERATOR)
+    monkeypatch.setattr(kept, "within", lambda *_: ())  # as where limits leave none
+    assert answer(times) is None
+
+
+@pytest.mark.parametrize("why", ["the budget ended", pytest.param("an upgrade", marks=_PROCESSES)])
+def test_pytorchs_operator_alone_is_no_answer(board, monkeypatch, why) -> None:
+    """Where it was the first that was measured, or kernels are others since."""
+    with monkeypatch.context() as patch:
+        if why == "an upgrade":
+            patch.setattr("confpred.sampler.tasks.identity_of", lambda source: "before")
+        else:
+            patch.setenv("FAULT", "hang")
+            patch.setattr(tuning, "_GRACE_S", 0.5)  # so that nobody waits long
+        board.ask(Tuner(3.0))
+    assert PYTORCH_OPERATOR in [
+        timed.candidate for timed in kept.times_in(board.folder(), CONVOLUTION)[LAYER]
+    ]
+    assert board.ask(Tuner(0.0))[0].is_guess
+    (choice,) = board.ask(Tuner(60.0))
+    assert (choice.source, choosing.runs_kernel(choice)) == ("measured", True)
+
+
+def test_pytorchs_operator_is_the_answer_where_all_candidates_fail(board, monkeypatch) -> None:
+    monkeypatch.setenv("FAULT", "wrong")
+    (choice,) = board.ask(Tuner(60.0))
+    assert (choice.source, choice.candidate) == ("measured", PYTORCH_OPERATOR)
+    lines = board.measured()
+    assert board.ask(Tuner(60.0)) == [choice]
+    assert board.measured() == lines
+    own = tuning.candidates(LAYER, board.device, UNLIMITED)
+    hints = {LAYER: (kept.Timed(own[5], math.inf, ""),)}  # it failed under another driver
+    _, first, _ = tuning._tasks(board.layers(), [LAYER], 1, hints, {})
+    assert first.config_ids == (own[0].config_id,)
 
 
 @pytest.mark.parametrize("by_call", [False, True])
