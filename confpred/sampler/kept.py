@@ -4,7 +4,8 @@ answers in them.
     tuned/<device>/<driver>_<cuDNN>/<operation>/rows-*.parquet
 
 A folder is one of the sampler's, so that it is joined, sent and learned from as any other. Under
-another driver or cuDNN its times say which candidates to measure first, and no more.
+another driver or cuDNN, or where cuDNN's front end came or went, its times say which candidates to
+measure first, and no more.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from confpred.client import transfer
 from confpred.cuda import driver
 from confpred.data.measurements import Run
 from confpred.errors import InvalidInput, ModelError
+from confpred.families import registry
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import family_named, operation_of
 from confpred.measure.timing import Outcome
@@ -311,6 +312,21 @@ def test_another_driver_makes_answers_a_hint(board) -> None:
     (again,) = board.ask(Tuner(60.0))
     assert again.source == "measured"
     assert len(board.measured()) > lines
+
+
+@_PROCESSES
+@pytest.mark.parametrize("first", [True, False])
+def test_so_does_cudnns_front_end_that_came_or_went(board, monkeypatch, first) -> None:
+    """Without it no plan was measured, and with it a plan may be the answer that cannot run."""
+    lines = 0
+    for has_it in (first, not first):
+        spec = object() if has_it else None
+        monkeypatch.setattr(registry, "find_spec", lambda _, spec=spec: spec)
+        assert bool(board.layers().hints()) == (lines > 0)
+        assert board.ask(Tuner(0.0))[0].is_guess
+        assert board.ask(Tuner(60.0))[0].source == "measured"
+        assert len(board.measured()) > lines
+        lines = len(board.measured())
 
 
 DAMAGE = ("half", b"", b"PAR1 and nothing more", b"no rows\n" * 99)
