@@ -321,7 +321,7 @@ def test_so_does_cudnns_front_end_that_came_or_went(board, monkeypatch, first) -
     lines = 0
     for has_it in (first, not first):
         spec = object() if has_it else None
-        monkeypatch.setattr(registry, "find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(registry, "find_spec", lambda _, spec=spec: spec)  # of this machine
         assert bool(board.layers().hints()) == (lines > 0)
         assert board.ask(Tuner(0.0))[0].is_guess
         assert board.ask(Tuner(60.0))[0].source == "measured"
@@ -390,8 +390,8 @@ def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypat
 def test_pytorchs_operator_alone_is_no_answer(board, monkeypatch, why) -> None:
     """Where it was the first that was measured, or kernels are others since."""
     with monkeypatch.context() as patch:
-        if why == "an upgrade":
-            patch.setattr("confpred.sampler.tasks.identity_of", lambda source: "before")
+        if why == "an upgrade":  # of kernels
+            patch.setattr("confpred.sampler.tasks.identity_of", lambda _: "old")  # as before it
         else:
             patch.setenv("FAULT", "hang")
             patch.setattr(tuning, "_GRACE_S", 0.5)  # so that nobody waits long

@@ -28,8 +28,8 @@ LAYERS = [replace(LAYER, n=n, bias=False, activation="none") for n in (1, 2)]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder of two files, with the times of PyTorch's operator and of a kernel for a layer
-    each."""
+    """Return a folder of two files, a layer each: the times of PyTorch's operator and of a
+    kernel."""
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(driver, "describe", lambda _: ("H100", "580.1"))  # no GPU is here
     folder = choosing.kept_folder(DEVICE, CONVOLUTION)
