@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 963, "confpred/problem": 1838, "confpred/products": 425,
     "confpred/pytorch": 6633, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1524, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4580, "examples": 538, "service": 3487, "tests": 37994,
+    "datasets": 4580, "examples": 538, "service": 3487, "tests": 37996,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

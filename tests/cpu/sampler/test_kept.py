@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kernel."""
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(driver, "describe", lambda _: ("H100", "580.1"))  # no GPU is here
+    monkeypatch.setattr(kept, "unread", Counter())  # by this test: other tests keep graphs
     folder = choosing.kept_folder(DEVICE, CONVOLUTION)
     own = task_of(LAYERS[0], (), family_named(ROW.provider), [0])
     outcome = replace(ROW.outcome, config_id=0)
