@@ -179,7 +179,7 @@ def answers_in(folder: Path, device: Device, whole: Device, predictor: Predictor
         ranked = predictor.rank(problem, device, MAX_TOP)
         bound = predictor.choose(problem, whole).regret_bound
         order = [choice.candidate for choice in ranked]
-        times = {each.candidate: each.ms for each in timed}
+        times = {each.candidate: each.ms for each in timed if each.ms < np.inf}
         found.append(Answer(times, order, ranked[0].predicted_ms, bound))
     return found
 

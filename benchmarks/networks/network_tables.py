@@ -161,13 +161,15 @@ def unknown(result: dict[str, Any], markdown: Markdown) -> str:
         "optimize": "with the model", "tune=60": "without, `tune=60`", "tune=15": "`tune=15`",
         "part tune=60": "a part's model, `tune=60`",
     }  # fmt: skip
-    rows = [
-        (name, *(f"{facts['gpu_over_compile'][way]:.2f}x" for way in ways))
-        for name, facts in sorted(result["networks"].items())
-    ]
-    shares = result["summary"]["gpu_share"]
-    rows.append(("share of the gain", "", *(f"{shares[way]:.2f}" for way in ways if way in shares)))
-    return markdown(("network", *ways.values()), rows)
+
+    def shown(name: str, figures: dict[str, float | None], unit: str = "") -> list[str]:
+        found = [figures.get(way) for way in ways]
+        return [name, *("" if figure is None else f"{figure:.2f}{unit}" for figure in found)]
+
+    networks = sorted(result["networks"].items())
+    rows = [shown(name, facts["gpu_over_compile"], "x") for name, facts in networks]
+    rows.append(shown("share of the gain", result["summary"]["gpu_share"]))
+    return _filled(("network", *ways.values()), rows, markdown)
 
 
 def captured(result: dict[str, Any], markdown: Markdown) -> str:

@@ -229,8 +229,8 @@ class Compiler:
         }  # fmt: skip
         caching: AbstractContextManager[None] = nullcontext()
         identity = self._identity(example_inputs)
-        if self.capture.tuner is not None:
-            self.capture.tuner.begins_anew, self.capture.tuner.is_done = identity is not None, True
+        tuner = self.capture.tuner
+        tuner.begins_anew, tuner.is_done = identity is not None, True
         if identity is not None:
             from confpred.pytorch import graph_cache  # imports Inductor
 
@@ -275,8 +275,7 @@ class Compiler:
         ordinal = ordinal_of(graph)
         if ordinal is None or not self._chooses:
             return None
-        if self.capture.tuner is not None:
-            choosing.measuring.set(self.capture.tuner.on(ordinal))
+        choosing.measuring.set(self.capture.tuner.on(ordinal))
         return chooser(ordinal, self.options)
 
     def device_of(self, graph: fx.Graph) -> Device | None:
@@ -361,16 +360,19 @@ class Compiler:
         dtypes: dict[int, torch.dtype] = {}
         with self.capture.compiling("the backward pass is rewritten"):
             convert = partial(passes.leave_conversions, dtypes, self.inductor)
-            if not passes.attempt(gm, [passes.drop_copies, convert]):
+            if not self._attempt(gm, [passes.drop_copies, convert]):
                 dtypes.clear()
             return self._run(gm, range(count_tangents(gm)), inputs, "backward", dtypes=dtypes)
 
-    def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> None:
-        """Rewrite `gm` by all `steps` or none; sites of a failed rewrite are removed."""
+    def _attempt(self, gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
+        """Rewrite `gm` by all `steps`, or return False; sites of a failed rewrite are removed."""
         counts = [(kind, len(kind)) for kind in (self.sites, self.norms)]
-        if not passes.attempt(gm, steps):
-            for kind, count in counts:
-                del kind[count:]
+        if passes.attempt(gm, steps):
+            return True
+        for kind, count in counts:
+            del kind[count:]
+        self.capture.tuner.is_done = False
+        return False
 
     def _replace(self, replace: Any, choose: choosing.Choose, graph: fx.Graph) -> None:
         """Let confpred compute layers of `graph`: `replace`, such as `fusing.fuse`, gets the graph,
@@ -424,7 +426,7 @@ class Compiler:
             lowered.sites, lowered.norms = list(self.sites), list(self.norms)
             lowered.folds = list(self.folds)
         run = self.start(lowered, program, boxed_nop(gm, []) if program is None else None)
-        is_done = self.capture.tuner is None or self.capture.tuner.is_done
+        is_done = self.capture.tuner.is_done
         return run if self._keep is None else self._keep(lowered, program if is_done else None, run)
 
     def start(self, lowered: Lowered, program: Any, plain: Any = None) -> Any:
@@ -459,8 +461,7 @@ class Compiler:
         for choice in choices:
             choosing.announce(choice)
         if lowered.ordinal is not None:
-            if self.capture.tuner is not None:
-                self.capture.tuner.note_kept(choices)
+            self.capture.tuner.note_kept(choices)
             choosing.check_clock(lowered.ordinal, choices)
             self.capture.doing = "confpred loads kernels"
             compile_ahead(choices, lowered.ordinal, self.options.limits)

@@ -32,6 +32,7 @@ from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.pytorch.rewrite.fusing import Fold
+from confpred.pytorch.rewrite.passes import warn_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.graphs import read_switches
 
@@ -120,9 +121,17 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     """Return what the rewriting of a graph depends on beside what PyTorch's key covers.
 
     None where that cannot be said, as with open sizes, several GPUs, choices by a service or by
-    `verify`, families of a plug-in, and kept answers that ranks have to agree about; and where a
-    backward pass may never be asked for, as it is compiled with it.
+    `verify`, families of a plug-in, damaged models, and kept answers that ranks have to agree
+    about; and where a backward pass may never be asked for, as it is compiled with it.
     """
+    try:
+        return _identity_of(options, inputs, is_training)
+    except Exception as error:  # no optimization may fail the program
+        warn_of(error, "PyTorch's cache", "a graph is not kept")
+        return None
+
+
+def _identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str | None:
     if not should_use_local_autograd_cache():
         return None
     with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in inputs)

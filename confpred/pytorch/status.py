@@ -112,7 +112,7 @@ class Capture:
         was_slow: whether a slow capture was logged.
         kept: with ``verify="network"``, why it runs with confpred's choices or without; else empty.
         is_rejected: whether it runs without confpred's choices.
-        tuner: measures its layers where no model knows the GPU; None until it is compiled.
+        tuner: measures its layers where no model knows the GPU, from its compilation on.
         number: its number in the order of captures.
     """
 
@@ -130,7 +130,7 @@ class Capture:
     was_slow: bool = False
     kept: str = ""
     is_rejected: bool = False
-    tuner: Tuner | None = None
+    tuner: Tuner = field(default_factory=Tuner)
     number: int = field(default_factory=itertools.count().__next__)
 
     @contextmanager
@@ -401,8 +401,8 @@ def _remarks(
         yield NO_GPU
     slow = [choosing.slow_now(capture.ordinal) for capture in captures]
     yield from dict.fromkeys(filter(None, slow))
-    notes = [capture.tuner.note for capture in captures if capture.tuner is not None]
-    yield from dict.fromkeys(f"tune: {note}" for note in notes if note)
+    notes = dict.fromkeys(capture.tuner.note for capture in captures)
+    yield from (f"tune: {note}" for note in notes if note)
     chosen = [s.choice for c in captures for s in c.sites if s.choice and not c.reason(s)]
     donors = Counter(choice.donor for choice in chosen if choice.source == "transferred")
     for donor, count in donors.items():

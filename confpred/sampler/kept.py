@@ -4,13 +4,15 @@ answers in them.
     tuned/<device>/<driver>_<cuDNN>/<operation>/rows-*.parquet
 
 A folder is one of the sampler's, so that it is joined, sent and learned from as any other. Under
-another driver or cuDNN its times say which candidates to measure first, and no more.
+another driver or cuDNN, or where cuDNN's front end came or went, its times say which candidates to
+measure first, and no more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,14 +46,15 @@ _COLUMNS = ("family", "config", "source_digest", "status", "time_ms")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A candidate that was measured: median milliseconds, and the digest of its kernel."""
+    """A candidate that was measured: median milliseconds, infinite where it has failed, and the
+    digest of its kernel."""
 
     candidate: Candidate
     ms: float
     digest: str
 
 
-#: Candidates of each problem that gave right results, the fastest first.
+#: Candidates of each problem, the fastest first.
 Times = Mapping[Record, tuple[Timed, ...]]
 
 
@@ -70,11 +73,11 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
     except OSError as error:
-        _note_unread(folder, f"cannot list {folder}: {error.strerror}")
+        note_unread(folder, f"cannot list {folder}: {error.strerror}")
         return []
 
 
-def _note_unread(path: Path, why: str) -> None:
+def note_unread(path: Path, why: str) -> None:
     """Count that `path` cannot be read now, and say so the first time."""
     unread[path] += 1
     if unread[path] == 1:
@@ -106,7 +109,7 @@ def times_in(folder: Path, operation: Operation) -> Times:
             keyed = [(problem_of_row(row, operation.problem), row) for row in rows]
         except ConfpredError as error:
             if getattr(error.__cause__, "errno", None):  # the system's; Arrow's errors have none
-                _note_unread(shard, str(error))
+                note_unread(shard, str(error))
                 continue
             log.warning("ignoring measurements: %s", error)
             with contextlib.suppress(OSError):  # else no sampler would write here
@@ -122,9 +125,9 @@ def times_in(folder: Path, operation: Operation) -> Times:
             wrong |= {key} if row["status"] != "ok" else set()
     times: dict[Record, list[Timed]] = defaultdict(list)
     for key, values in times_ms.items():
-        if key not in wrong:
-            problem, candidate, digest = key
-            times[problem].append(Timed(candidate, median(values), digest))
+        problem, candidate, digest = key
+        ms = math.inf if key in wrong else median(values)
+        times[problem].append(Timed(candidate, ms, digest))
     return {problem: tuple(sorted(some, key=_ms)) for problem, some in times.items()}
 
 
@@ -136,16 +139,16 @@ def answer(
     problem: Record, device: Device, timed: Iterable[Timed], limits: Limits
 ) -> Choice | None:
     """Return the fastest of the candidates `timed`, fastest first, that is legal, keeps within
-    `limits` and is of today's kernels; PyTorch's operator where none is faster by `GAIN`. None
-    where that was not measured."""
+    `limits` and is of today's kernels; PyTorch's operator where that is not faster by `GAIN`. None
+    where one of the two was not measured, as before an upgrade or a budget's end."""
     every = list(timed)
+    best = next((t for t in every if _is_current(problem, device, t, limits)), None)
     digest = epilogue_source(problem)  # of what follows PyTorch's operator
     pytorch = [t.ms for t in every if (t.candidate, t.digest) == (PYTORCH_OPERATOR, digest)]
-    if not pytorch:
+    if best is None or not pytorch or pytorch[0] == math.inf:
         return None
-    faster = (candidate for candidate in every if candidate.ms < GAIN * pytorch[0])
-    best = next((c for c in faster if _is_current(problem, device, c, limits)), None)
-    candidate, ms = (PYTORCH_OPERATOR, pytorch[0]) if best is None else (best.candidate, best.ms)
+    is_faster = best.ms < GAIN * pytorch[0]
+    candidate, ms = (best.candidate, best.ms) if is_faster else (PYTORCH_OPERATOR, pytorch[0])
     return Choice(problem, device.key, "measured", candidate, ms, pytorch_ms=pytorch[0])
 
 

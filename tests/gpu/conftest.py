@@ -15,14 +15,14 @@ from confpred.problem.device import Device
 
 def _share_gpus(worker: str) -> None:
     """Let the workers of a run in several processes, `gw0` and so on, take the GPUs in turns, or
-    those that ``CUDA_VISIBLE_DEVICES`` names."""
+    those that ``CUDA_VISIBLE_DEVICES`` names, none where it is empty."""
     # Not asked of the driver, which looks at the variable once, when it starts.
     try:
         listed = subprocess.check_output(["nvidia-smi", "--list-gpus"], text=True).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    gpus = named if named != [""] else [str(number) for number in range(len(listed))]
+    every = ",".join(map(str, range(len(listed))))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[2:]) % len(gpus)]
 
 

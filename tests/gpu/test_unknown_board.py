@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,6 @@ def test_a_planted_fault_costs_its_candidate(
     assert choice.source == "measured"
     assert choice.candidate not in (faulty, PYTORCH_OPERATOR)
     times = kept.times_in(choosing.kept_folder(board, CONVOLUTION), CONVOLUTION)
-    timed = [measured.candidate for measured in times[LAYER]]
+    timed = [measured.candidate for measured in times[LAYER] if measured.ms < math.inf]
     assert faulty not in timed
     assert torch.ones(3, device="cuda").sum().item() == 3  # this process lives

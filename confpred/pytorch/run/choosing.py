@@ -28,7 +28,7 @@ from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.cuda.discovery import slowness
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice, first_line
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import operation_named, operation_of
+from confpred.families.registry import lacks_library, operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret
@@ -263,8 +263,10 @@ def preview(
 
 
 def kept_folder(device: Device, operation: Operation) -> Path:
-    """Return the folder of what is measured under this machine's driver and cuDNN."""
-    return kept.folder_of(device.key, operation, driver.describe(0)[1], cudnn_version())
+    """Return the folder of what is measured under this machine's driver and cuDNN; that of machines
+    without cuDNN's front end has no plans."""
+    cudnn = cudnn_version() + "-without-plans" * lacks_library("cudnn")
+    return kept.folder_of(device.key, operation, driver.describe(0)[1], cudnn)
 
 
 def kept_answers(
@@ -318,7 +320,7 @@ def _times(shards: tuple[Path, ...], failures: int) -> kept.Times:
     try:
         return kept.times_in(where, operation_named(where.name))
     except Exception as error:  # such as a missing pyarrow: no reason to hold up a network
-        log.warning("answers in %s are not used: %s", where, first_line(error))
+        kept.note_unread(where, f"cannot read {where}: {first_line(error)}")
         return {}
 
 

@@ -13,6 +13,7 @@ measure nothing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -90,8 +91,8 @@ class Tuner:
         spent_s: of them, waiting for another process included.
         note: what was done, or why nothing is, in words; empty where there was nothing to do.
         begins_anew: whether what was measured is said by raising `Measured`.
-        is_done: whether every layer had an answer, or the budget is 0, since it was set; and all
-            that is kept could be read.
+        is_done: whether another process would rewrite a graph alike: since it was set, every layer
+            had an answer, or the budget is 0; all that is kept could be read; and nothing failed.
     """
 
     budget_s: float | None = None
@@ -117,7 +118,7 @@ class Tuner:
         """Return `choices` on CUDA device `ordinal`, which is `device`, with answers instead of
         guesses as far as these are measured within the budget."""
         self.note_kept(choices)
-        self.is_done &= not kept.unread
+        self.is_done &= not kept.unread and None not in choices
         if not self._budget_on(device):
             return choices
         guesses = Counter(c for c in choices if c is not None and is_open(c, constraints))
@@ -318,7 +319,7 @@ def _tasks(
         bare = left_to_pytorch(problem) if isinstance(problem, Problem) else problem
         count = _ALIKE if bare in seen else most
         seen.add(bare)
-        hinted = [timed.candidate for timed in hints.get(problem, ())]
+        hinted = [timed.candidate for timed in hints.get(problem, ()) if timed.ms < math.inf]
         rows: dict[str, list[int]] = {}
         for candidate in candidates(problem, layers.device, layers.limits, hinted)[:count]:
             rows.setdefault(candidate.provider, []).append(candidate.config_id)

@@ -288,6 +288,12 @@ def test_rows_of_an_unknown_board_are_summed_up() -> None:
     assert found["summary"]["wall_share"] == pytest.approx({"tune=60": 1.0, "tune=15": 0.005**0.5})
     assert found["summary"]["second_extra_s"] == 0.5
     assert unknown_board.summed(found) == found
+    heads, *shown = network_tables.unknown(found, lambda heads, rows: [heads, *rows])
+    assert heads == ["network", "with the model", "without, `tune=60`", "`tune=15`"]
+    assert shown == [
+        ["a", "1.46x", "1.46x", "1.21x"], ["b", "1.46x", "", "0.81x"],
+        ["share of the gain", "", "1.00", "0.07"],
+    ]  # fmt: skip
 
 
 def test_processes_of_an_unknown_board_are_those_that_are_left(tmp_path: Path) -> None:

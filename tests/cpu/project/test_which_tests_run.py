@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,21 @@ def test_ci_runs_each_test_once(repository: Path) -> None:
         assert any(f"--exitfirst{kind} tests/cpu tests/browser; }}" in line for line in lines)
         assert any(f"-m pytest{kind} tests/gpu" in line for line in lines)
         assert any("ruff check" in line for line in lines) == (target != "test-slow")
+
+
+@pytest.mark.parametrize(("named", "taken"), [(None, "0120"), ("1,3", "1313"), ("", ["", ""])])
+def test_workers_share_the_gpus_that_they_are_given(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, taken: Sequence[str]
+) -> None:
+    listed = "GPU 0\nGPU 1\nGPU 2\n"
+    monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: listed)  # of another machine
+    for worker, gpu in enumerate(taken):
+        environment = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", environment)  # of a worker
+            conftest = runpy.run_path(str(repository / "tests" / "gpu" / "conftest.py"))
+            conftest["_share_gpus"](f"gw{worker}")
+        assert environment == {"CUDA_VISIBLE_DEVICES": gpu}
 
 
 @pytest.mark.slow(reason="it starts pytest seven times")

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 import confpred
 from confpred.cuda import driver
+from confpred.errors import ModelError
 from confpred.families import registry
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
@@ -154,6 +155,39 @@ def test_what_inductor_has_lost_is_compiled_again(tmp_path: Path) -> None:
 def test_verified_choices_and_frozen_weights_are_not_kept(options: dict[str, Any]) -> None:
     results(network(), **options)
     assert hits() == (0, 0)
+
+
+@pytest.mark.passes_fail
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_whose_rewrite_failed_is_not_kept(
+    on_h100: Any, monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    """The next process says so, too, or has the memory that this one lacks."""
+
+    def fail(graph: Any) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.passes, "drop_copies", fail)  # a step of each pass
+        results(network(training))
+        assert hits() == (0, 0)
+    results(network(training))
+    assert hits() == (1, 0)
+
+
+@pytest.mark.passes_fail
+def test_a_damaged_model_costs_a_graph_its_place_in_the_cache_alone(
+    on_h100: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Damaged(dict[str, Any]):
+        def values(self) -> Any:
+            raise ModelError("it is damaged")
+
+    damaged = Predictor(Damaged({H100.key: None}))
+    monkeypatch.setitem(choosing._predictors, CONVOLUTION.name, damaged)
+    (providers, *_), kept = layers_of(network(), image())
+    assert kept == (0, 0)
+    assert providers == {"cudnn": 2}
 
 
 def test_a_backward_pass_that_nobody_asks_for_is_not_compiled() -> None:

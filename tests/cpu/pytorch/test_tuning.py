@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -35,7 +37,8 @@ import confpred
 from confpred.client import transfer
 from confpred.cuda import driver
 from confpred.data.measurements import Run
-from confpred.errors import InvalidInput
+from confpred.errors import InvalidInput, ModelError
+from confpred.families import registry
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.families.registry import family_named, operation_of
 from confpred.measure.timing import Outcome
@@ -77,6 +80,7 @@ class Board:
         self.facts()
         patch.setattr(tuning, "JOB", tuning_jobs.JOB)  # there is nothing to time
         patch.setattr(os, "sched_getaffinity", lambda _: ())  # nothing is compiled
+        patch.setattr(kept, "unread", Counter())  # by this test
 
     def facts(
         self,
@@ -310,6 +314,21 @@ def test_another_driver_makes_answers_a_hint(board) -> None:
     assert len(board.measured()) > lines
 
 
+@_PROCESSES
+@pytest.mark.parametrize("first", [True, False])
+def test_so_does_cudnns_front_end_that_came_or_went(board, monkeypatch, first) -> None:
+    """Without it no plan was measured, and with it a plan may be the answer that cannot run."""
+    lines = 0
+    for has_it in (first, not first):
+        spec = object() if has_it else None
+        monkeypatch.setattr(registry, "find_spec", lambda _, spec=spec: spec)  # of this machine
+        assert bool(board.layers().hints()) == (lines > 0)
+        assert board.ask(Tuner(0.0))[0].is_guess
+        assert board.ask(Tuner(60.0))[0].source == "measured"
+        assert len(board.measured()) > lines
+        lines = len(board.measured())
+
+
 DAMAGE = ("half", b"", b"PAR1 and nothing more", b"no rows\n" * 99)
 
 
@@ -349,26 +368,53 @@ def test_answers_that_cannot_be_read_cost_a_line_of_the_log(board, caplog, monke
     for _ in range(3):
         assert board.ask(Tuner(0.0))[0].is_guess
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"answers in {board.folder()} are not used: ")
+    assert warning.startswith(f"cannot read {board.folder()}: ")
 
 
 def test_answers_of_other_kernels_or_beyond_limits_do_not_count(board, monkeypatch) -> None:
     (choice,) = board.ask(Tuner(60.0))
     times = kept.times_in(board.folder(), CONVOLUTION)[LAYER]
-    assert kept.answer(LAYER, board.device, times, UNLIMITED) == choice
+    answer = lambda times: kept.answer(LAYER, board.device, times, UNLIMITED)  # noqa: E731
+    assert answer(times) == choice
+    slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
+    assert answer(slow).candidate == PYTORCH_OPERATOR
+    assert answer(times[:1]) is None
     allowed = lambda family, problem, rows, limits: rows[rows != choice.config_id]  # noqa: E731
     monkeypatch.setattr(kept, "within", allowed)  # no config of the layer needs more than another
-    strict = kept.answer(LAYER, board.device, times, Limits(workspace_bytes=0))
-    assert strict is not None
-    assert strict.candidate not in (choice.candidate, PYTORCH_OPERATOR)
-    # As after a change of the kernel.
-    monkeypatch.setattr(kept, "identity_of", lambda source: "another")
-    outdated = kept.answer(LAYER, board.device, times, UNLIMITED)
-    assert outdated is not None
-    assert outdated.candidate == PYTORCH_OPERATOR
-    slow = [replace(t, ms=0.99) if t.candidate != PYTORCH_OPERATOR else t for t in times]
-    assert kept.answer(LAYER, board.device, slow, UNLIMITED).candidate == PYTORCH_OPERATOR
-    assert kept.answer(LAYER, board.device, times[:1], UNLIMITED) is None
+    assert answer(times).candidate not in (choice.candidate, PYTORCH_OPERATOR)
+    monkeypatch.setattr(kept, "within", lambda *_: ())  # as where limits leave none
+    assert answer(times) is None
+
+
+@pytest.mark.parametrize("why", ["the budget ended", pytest.param("an upgrade", marks=_PROCESSES)])
+def test_pytorchs_operator_alone_is_no_answer(board, monkeypatch, why) -> None:
+    """Where it was the first that was measured, or kernels are others since."""
+    with monkeypatch.context() as patch:
+        if why == "an upgrade":  # of kernels
+            patch.setattr("confpred.sampler.tasks.identity_of", lambda _: "old")  # as before it
+        else:
+            patch.setenv("FAULT", "hang")
+            patch.setattr(tuning, "_GRACE_S", 0.5)  # so that nobody waits long
+        board.ask(Tuner(3.0))
+    assert PYTORCH_OPERATOR in [
+        timed.candidate for timed in kept.times_in(board.folder(), CONVOLUTION)[LAYER]
+    ]
+    assert board.ask(Tuner(0.0))[0].is_guess
+    (choice,) = board.ask(Tuner(60.0))
+    assert (choice.source, choosing.runs_kernel(choice)) == ("measured", True)
+
+
+def test_pytorchs_operator_is_the_answer_where_all_candidates_fail(board, monkeypatch) -> None:
+    monkeypatch.setenv("FAULT", "wrong")
+    (choice,) = board.ask(Tuner(60.0))
+    assert (choice.source, choice.candidate) == ("measured", PYTORCH_OPERATOR)
+    lines = board.measured()
+    assert board.ask(Tuner(60.0)) == [choice]
+    assert board.measured() == lines
+    own = tuning.candidates(LAYER, board.device, UNLIMITED)
+    hints = {LAYER: (kept.Timed(own[5], math.inf, ""),)}  # it failed under another driver
+    _, first, _ = tuning._tasks(board.layers(), [LAYER], 1, hints, {})
+    assert first.config_ids == (own[0].config_id,)
 
 
 @pytest.mark.parametrize("by_call", [False, True])
@@ -649,6 +695,31 @@ def test_no_graph_is_kept_while_layers_or_files_are_left(keeping, monkeypatch) -
         patch.setitem(kept.unread, Path("rows"), 1)  # a file that this process could not read
         assert kept_and_found(0.0)[1] == [0, 0]
     assert kept_and_found(0.0)[1] == [1, 0]
+
+
+@pytest.mark.keeps_graphs
+def test_no_graph_is_kept_where_nothing_could_be_chosen(keeping, monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ModelError("trees of a family are damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Predictor, "choose_many", fail)  # as trees that are read at their first use
+        assert kept_and_found(0.0)[1] == [0, 0]
+    assert kept_and_found(0.0)[1] == [1, 0]
+
+
+@pytest.mark.keeps_graphs
+def test_no_graph_is_kept_without_pyarrow_where_there_are_answers(
+    board, keeping, monkeypatch
+) -> None:
+    """The next process may have it."""
+    board.ask(Tuner(60.0))
+    for module, counts in ((None, [0, 0]), (sys.modules["confpred.data.parquet"], [1, 0])):
+        choosing._times.cache_clear()  # as in another process
+        monkeypatch.setattr(kept, "unread", Counter())  # by it
+        monkeypatch.setitem(sys.modules, "confpred.data.parquet", module)  # with it or without
+        status, counted = kept_and_found(0.0)
+        assert (counted, "pytorch" in status.providers) == (counts, module is None)
 
 
 def test_status_says_how_many_choices_are_transferred(captures, shipped, monkeypatch) -> None:

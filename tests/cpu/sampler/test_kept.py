@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from sampler_rows import LAYER, ROW, fill
 from shared import closed
 
 from confpred.cuda import driver
+from confpred.families.registry import family_named
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.device import get_device
 from confpred.problem.limits import UNLIMITED
 from confpred.pytorch.run import choosing
 from confpred.sampler import kept
+from confpred.sampler.tasks import task_of
 
 DEVICE = get_device("h100")
 LAYERS = [replace(LAYER, n=n, bias=False, activation="none") for n in (1, 2)]
@@ -26,13 +29,17 @@ LAYERS = [replace(LAYER, n=n, bias=False, activation="none") for n in (1, 2)]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder of two files, with the time of PyTorch's operator for a layer each."""
+    """Return a folder of two files, a layer each: the times of PyTorch's operator and of a
+    kernel."""
     monkeypatch.setenv("CONFPRED_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(driver, "describe", lambda _: ("H100", "580.1"))  # no GPU is here
+    monkeypatch.setattr(kept, "unread", Counter())  # by this test: other tests keep graphs
     folder = choosing.kept_folder(DEVICE, CONVOLUTION)
+    own = task_of(LAYERS[0], (), family_named(ROW.provider), [0])
     outcome = replace(ROW.outcome, config_id=0)
-    row = replace(ROW, provider="pytorch", source_digest="", outcome=outcome)
-    fill(folder, *([replace(row, problem=layer)] for layer in LAYERS))
+    digests = {"pytorch": "", own.provider: own.source_digest}
+    rows = [replace(ROW, provider=p, source_digest=d, outcome=outcome) for p, d in digests.items()]
+    fill(folder, *([replace(row, problem=layer) for row in rows] for layer in LAYERS))
     yield folder
     choosing._times.cache_clear()
 
