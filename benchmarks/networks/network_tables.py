@@ -112,12 +112,11 @@ def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markd
 
 
 def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
-    """Tabulate first steps, in seconds, and memory, each at the largest batch of a network."""
+    """Tabulate first steps, in seconds, at the largest batch of a network."""
     names = ("eager", "optimize", "compile")
     shown = {"eager": "eager"} | WAYS
     heads = ["first step of"]
     heads += [f"{shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
-    heads += [f"memory over eager, {shown[way]}: geomean, most" for way in names[1:]]
     results = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
     rows = []
     for mode in MODES:
@@ -129,14 +128,6 @@ def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Ma
                     ways[way]["first_s"] for ways in networks if "first_s" in ways.get(way, {})
                 ]
                 cells.append(f"{statistics.median(first):.1f}" if first else "")
-        for way in names[1:]:
-            ratios = [
-                ways[way]["peak_mb"] / ways["eager"]["peak_mb"]
-                for ways in both[1]
-                if ways.get(way, {}).get("peak_mb") and ways.get("eager", {}).get("peak_mb")
-            ]
-            mean_and_most = (statistics.geometric_mean(ratios), max(ratios)) if ratios else ()
-            cells.append(", ".join(f"{ratio:.2f}x" for ratio in mean_and_most))
         rows.append(cells)
     return _filled(heads, rows, markdown)
 

@@ -394,9 +394,11 @@ def leave_pool() -> None:
 
 
 def _free() -> None:
-    """Give back memory that is not in use."""
+    """Give back memory that is not in use, cuBLAS's workspaces among it: a way that records a graph
+    gives back those of the ways before it, which would look like memory that it saves."""
     gc.collect()
     if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

@@ -17,6 +17,7 @@ from shared import python_says
 from torch import Tensor, nn
 
 import confpred
+from confpred.pytorch import ways
 from confpred.pytorch.run.graphs import memory_of_inference
 
 
@@ -192,3 +193,23 @@ def test_a_pass_that_waits_for_a_backward_pass_says_so_once(caplog) -> None:
         "the forward pass runs without a CUDA graph while tensors that an earlier call saved wait"
         " for their backward pass"
     ]
+
+
+def test_a_ways_memory_does_not_depend_on_the_ways_before_it() -> None:
+    """Workspaces of products, which a recording gives back, are in that of each way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
+    subject = ways.Subject(model, (torch.randn(2048, 512, device="cuda"),))
+    every = {name: ways.WAYS[name] for name in ("eager", "again", "optimize")}
+    alone = ways.measure(
+        subject, {"eager": every["eager"], "optimize": every["optimize"]}, rounds=1
+    )
+    after = ways.measure(subject, every | {"once more": every["optimize"]}, rounds=1)
+    peaks = [after[name]["peak_mb"] for name in ("eager", "again")]
+    assert peaks[0] == pytest.approx(peaks[1], abs=4)
+    peaks = [
+        alone["optimize"]["peak_mb"],
+        *(after[n]["peak_mb"] for n in ("optimize", "once more")),
+    ]
+    assert peaks == pytest.approx([peaks[0]] * 3, abs=4)
+    assert min(peaks) > 8  # its weights
