@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6752, "confpred": 27727, "confpred/cli": 2183, "confpred/client": 758,
+    "benchmarks": 6752, "confpred": 27747, "confpred/cli": 2183, "confpred/client": 758,
     "confpred/cuda": 834, "confpred/cudnn": 526, "confpred/data": 594, "confpred/families": 4756,
     "confpred/launch": 193, "confpred/measure": 915, "confpred/model": 1191,
     "confpred/predict": 963, "confpred/problem": 1838, "confpred/products": 425,
-    "confpred/pytorch": 6625, "confpred/report": 844, "confpred/retraining": 966,
+    "confpred/pytorch": 6645, "confpred/report": 844, "confpred/retraining": 966,
     "confpred/sampler": 1523, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4580, "examples": 538, "service": 3487, "tests": 37896,
+    "datasets": 4580, "examples": 538, "service": 3487, "tests": 37934,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships
