@@ -167,7 +167,7 @@ class Capture:
             self.seconds += time.perf_counter() - begun
 
     def end(self) -> None:
-        """Note that the graph runs from now on, and that a part may follow that is not captured."""
+        """Record that the graph is compiled: a part that cannot be captured may follow."""
         if self.ended and self.calls is not None and not self.calls.is_cut:
             self.calls.outlive_failures()
 
