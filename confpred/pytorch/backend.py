@@ -71,6 +71,7 @@ def confpred(
     compiler = Compiler(Options.of(options), calls)
     _guard_hooks()
     compiled = compiler.compile(gm, example_inputs)
+    compiler.capture.end()
     log.info("%s", compiler.capture)
     return compiled
 

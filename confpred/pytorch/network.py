@@ -9,11 +9,12 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo import convert_frame
 from torch._dynamo.exc import TorchDynamoException
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
@@ -189,12 +190,14 @@ class _Optimized(_Call):
             self._code, calls.failed = _code_of(self._modules), ""
         if calls.failed:
             return model._call_impl(*args, **kwargs)
-        with compile_lock:
+        with convert_frame.compile_lock:
             pass
         calls.is_training = model.training
         try:
             return calls.of(self.captured, *args, **kwargs)
-        except TorchDynamoException as error:
+        except Exception as error:
+            if not _is_of_capture(error):
+                raise
             reason = error
         results = model._call_impl(*args, **kwargs)  # or the error of eager mode
         calls.failed = first_line(getattr(reason, "inner_exception", reason))
@@ -247,6 +250,13 @@ def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
     )  # fmt: skip
     return kinds, [kind.forward for kind in dict.fromkeys(kinds)], list(map(list, hooks))
+
+
+def _is_of_capture(error: Exception) -> bool:
+    """Return whether a capture has failed with `error`: Dynamo passes some on as they are."""
+    codes = (frame.f_code for frame, _ in walk_tb(error.__traceback__))
+    files = (code.co_filename for code in codes)
+    return isinstance(error, TorchDynamoException) or convert_frame.__file__ in files
 
 
 def _is_traced() -> bool:

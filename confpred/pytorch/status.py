@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
+from torch._dynamo import config
 
 from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
@@ -45,6 +46,7 @@ class Calls:
         breaks: where Dynamo cut the first call, and why.
         failed: why the model runs without capture; empty if it is captured.
         outside: name of a part that ran before the model was called; empty for none.
+        is_cut: whether a graph break ends one of its graphs.
         is_training: whether the model was in training mode at the last call.
         tuner: measures layers that no model predicts; None before the first capture.
     """
@@ -55,8 +57,17 @@ class Calls:
     breaks: tuple[str, ...] = ()
     failed: str = ""
     outside: str = ""
+    is_cut: bool = False
     is_training: bool = False
     tuner: Tuner | None = None
+    _suppresses: bool = False  # Dynamo's setting before a call
+
+    def outlive_failures(self) -> None:
+        """Let Dynamo run what it cannot capture in eager mode, up to the end of the call. The part
+        before a graph break has run by then: it would change the model and its inputs twice if the
+        whole model ran again."""
+        self.is_cut, self._suppresses = True, config.suppress_errors
+        config.suppress_errors = True
 
     def of(self, captured: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `captured`, and record its captures."""
@@ -64,9 +75,13 @@ class Calls:
         self.made += 1
         before = breaks() if is_first else {}
         begun = time.perf_counter()
+        if self.is_cut:
+            self.outlive_failures()
         try:
             return captured(*args, **kwargs)
         finally:
+            if self.is_cut:
+                config.suppress_errors = self._suppresses
             if is_first:
                 self.breaks = tuple(_first(reason) for reason in breaks() if reason not in before)
             if self.graphs > graphs:
@@ -150,6 +165,11 @@ class Capture:
             timer.cancel()
             self.doing = ""
             self.seconds += time.perf_counter() - begun
+
+    def end(self) -> None:
+        """Record that the graph is compiled: a part that cannot be captured may follow."""
+        if self.ended and self.calls is not None and not self.calls.is_cut:
+            self.calls.outlive_failures()
 
     def _say_slow(self) -> None:
         if self.doing and not self.was_slow:
@@ -393,8 +413,6 @@ def _remarks(
     model: nn.Module, calls: Calls | None, captures: Sequence[Capture], most: int
 ) -> Iterator[str]:
     """Yield the remarks of a status; `most` is the number of captures of the frame with most."""
-    from torch._dynamo import config
-
     from confpred.pytorch import eager
 
     if captures and all(capture.ordinal is None for capture in captures):

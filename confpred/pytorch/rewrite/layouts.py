@@ -43,7 +43,7 @@ _NORMS = (confpred.norm.default, confpred.norm_backward.default)
 _UNCHECKED = tuple(
     f"aten.{name}" for name in (
         "_weight_norm_interface", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
-        "_cdist", "_pdist", "view_as_complex", "sym_stride",
+        "_cdist", "_pdist", "as_strided", "view_as_complex", "sym_stride",
     )
 )  # fmt: skip
 #: Others of that kind, which confpred's norms may replace, by how many images they read.
@@ -294,8 +294,7 @@ def _needs_captured_strides(node: fx.Node) -> bool:
     """Return whether `node` needs its inputs with the strides of the capture."""
     tags = getattr(node.target, "tags", ())
     is_confpred = getattr(node.target, "namespace", "") == "confpred"  # which take every layout
-    in_order = node.target is aten.as_strided.default or not _OF_VALUES.isdisjoint(tags)
-    in_order |= str(node.target).startswith(_UNCHECKED)
+    in_order = str(node.target).startswith(_UNCHECKED) or not _OF_VALUES.isdisjoint(tags)
     return in_order or (reads_memory_in_order(node) and not is_confpred)
 
 

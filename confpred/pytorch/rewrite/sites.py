@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import ge
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -175,6 +176,9 @@ def site_of(node: fx.Node, direction: str, causal: Causal | None = None, **field
         site.why = f"dtype {str(image.dtype).removeprefix('torch.')}"
     elif None in sizes:
         site.why = "a size that depends on values"
+    elif arguments.transposed and any(map(ge, arguments.output_padding, geometry[0])):
+        # Dilated filters allow it; a convolution of the result has a larger output than the input.
+        site.why = "an output padding beyond the stride"
     else:
         layer = (direction, sizes, filter_sizes, image.dtype, geometry)
         problem = problem_of(*layer, layout_of(image), **fields)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from network_blocks import BLOCKS, image, images, made
-from torch import nn
+from network_blocks import BLOCKS, Around, image, images, made
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.output_graph import OutputGraph
 
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
@@ -175,3 +177,49 @@ def test_a_network_that_cannot_be_captured_runs_as_it_is(captured, caplog, monke
     assert "runs in eager mode, as its capture failed: ValueError: no such graph" in said
     with pytest.raises(ConfpredError, match="no such graph"):
         confpred.optimize(plain, images())
+
+
+@pytest.mark.passes_fail
+@pytest.mark.parametrize("kind", [AssertionError, IndexError])
+def test_errors_that_dynamo_passes_on_as_they_are(captured, monkeypatch, kind) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise kind("no such graph")
+
+    monkeypatch.setattr(OutputGraph, "compile_subgraph", refuse)  # a fault of Dynamo's own
+    model = made(BLOCKS["functional"]()).eval()
+    expected = model(images())
+    torch.testing.assert_close(confpred.optimize(model)(images()), expected)
+    assert "no such graph" in str(confpred.status(model))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_no_part_runs_twice_where_a_later_one_cannot_be_captured(
+    captured, monkeypatch, later: bool
+) -> None:
+    """The first part writes to its input and to the norm's statistics. The later one fails at the
+    first call, or at a later one of another size."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x.add_(1)
+        y = m.norm(m.conv(x))
+        torch._dynamo.graph_break()
+        return m.conv(y[:, :, m.start :])
+
+    def refuse(graph: Any) -> None:
+        if len(captured.passes) > later:
+            raise ValueError("no such graph")
+
+    monkeypatch.setattr(backend.passes, "refuse_mixed_dtypes", refuse)  # a capture that fails
+    model = Around(forward, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3))
+    plain, before = copy.deepcopy(model), dynamo.suppress_errors
+    optimized = confpred.optimize(model)
+    for start in range(3):
+        model.start = plain.start = start
+        found = []
+        for call in (optimized, plain):
+            x = images()
+            with torch.no_grad():
+                found.append([call(x), x, *call.buffers()])
+        torch.testing.assert_close(*found)
+    assert "eager" not in str(confpred.status(model))
+    assert dynamo.suppress_errors == before

@@ -55,6 +55,19 @@ def test_a_transposed_image_with_a_bias_is_no_problem_of_images() -> None:
     assert isinstance(problem_of(*sizes, bias=True), ConvNd)
 
 
+@pytest.mark.parametrize("kind", [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d])
+def test_an_output_padding_beyond_the_stride_makes_no_gradient(captured, launches, kind) -> None:
+    """A dilated filter allows it; a kernel would read a larger input than there is."""
+    layer, rank = kind(8, 8, 3, dilation=2, output_padding=1, groups=8), int(kind.__name__[-2])
+    x = loading.dense(torch.randn(2, 8, *[4] * rank))
+    run(layer, x)
+    layer(x).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    confpred.optimize(layer)(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+    assert launches == []
+
+
 @pytest.mark.parametrize("fields", [{}, {"cut": 3}, {"output_padding": (0,)}])
 def test_a_call_is_read_as_it_was_written(fields) -> None:
     problem = ConvNd(2, 8, 9, 8, 3, rank=1, groups=8, stride=2, layout="channels_first")

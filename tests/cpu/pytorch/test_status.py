@@ -178,6 +178,7 @@ def test_strides_of_a_programs_own_forbid_copies(captured, monkeypatch) -> None:
         (OwnStrides(), [], own),
         (OwnStrides(), [0], None),  # such as a buffer
         (lambda x: OwnStrides()(x + 1.0), [], None),  # memory of the pass
+        (lambda x: x.as_strided_scatter(x.new_zeros(2), (2,), (1,)), [], own),
     ):
         assert passes.why_not_copied(make_fx(function)(x).graph, static) == why
 
