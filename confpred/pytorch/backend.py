@@ -230,8 +230,7 @@ class Compiler:
         }  # fmt: skip
         caching: AbstractContextManager[None] = nullcontext()
         identity = self._identity(example_inputs)
-        tuner = self.capture.tuner
-        tuner.begins_anew, tuner.is_done = identity is not None, True
+        self.capture.tuner.begins_anew, self.capture.tuner.is_done = identity is not None, True
         if identity is not None:
             from confpred.pytorch import graph_cache  # imports Inductor
 
