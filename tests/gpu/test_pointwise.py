@@ -136,10 +136,10 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
 
 
 def test_a_graph_may_meet_a_kernel_that_is_not_loaded(monkeypatch) -> None:
-    from confpred.launch import kernels
+    from confpred.launch import runner
     from confpred.pytorch.run import choosing
 
-    kernels.loaded.cache_clear()
+    runner.loaded.cache_clear()
     monkeypatch.setattr(choosing, "_cache", {})
     start = random(3, 40, 6, 5, dtype=torch.float32).contiguous(memory_format=LAST)
     out = start.clone(memory_format=LAST)

@@ -22,10 +22,10 @@ threading.Thread(target=time.sleep, args=(0.5,)).start()  # which the program wa
 """
 _COMPILING = """
 from confpred.cuda import compiler
-from confpred.launch import kernels
-# Stand-ins for a compiler, in place of kernels too.
-compiler.compile_kernel = kernels.compile_kernel = lambda spec, *_: spec
-kernels._submitted(7, "sm_90a")
+from confpred.launch import runner
+# Stand-ins for a compiler, where it was imported too.
+compiler.compile_kernel = runner.compile_kernel = lambda spec, *_: spec
+runner._submitted(7, "sm_90a")
 """
 _READING = """
 from confpred.data.parquet import read_shards
@@ -43,7 +43,7 @@ problem = Problem.parse("{LAYER}")
 predictor = ServedPredictor(Client(), {{}}, 0.05)
 """
 CALLS = {
-    "a kernel": (_COMPILING, "assert kernels._submitted(i, 'sm_90a').result() == i"),
+    "a kernel": (_COMPILING, "assert runner._submitted(i, 'sm_90a').result() == i"),
     "kernels": (_COMPILING, "assert compiler.compile_all([i], 'sm_90a') == {i: i}"),
     "measurements": (
         _READING,

@@ -22,7 +22,7 @@ import confpred
 from confpred.cuda import driver
 from confpred.cuda.compiler import CompiledKernel
 from confpred.families.protocol import Candidate
-from confpred.launch import kernels
+from confpred.launch import runner
 from confpred.launch.assignment import Assignment
 from confpred.predict.choice import Choice
 from confpred.problem.conv2d import Problem
@@ -58,7 +58,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         (driver, "device_of", lambda _: get_device("h100")),
         (driver, "make_current", lambda _: None),
         (driver, "outside_capture", nullcontext),
-        (kernels, "compile_kernel", lambda *_: CompiledKernel(b"", "kernel", cached=True)),
+        (runner, "compile_kernel", lambda *_: CompiledKernel(b"", "kernel", cached=True)),
         (driver, "load", lambda *_: kernel),
         (driver, "_launch_kernel", lambda: lambda *call: asked.append(call)),
         (torch.cuda, "current_device", lambda: 0),
@@ -76,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def forget() -> None:
     """Forget launches and kernels, and end the threads that compile."""
     choosing.forget()
-    kernels._reset_after_fork()
+    runner._reset_after_fork()
 
 
 def image(channels: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
