@@ -72,11 +72,16 @@ def match_padded(node: fx.Node) -> Causal | None:
             return None
         extra = output_size(size, window, stride, left, dilation)
         extra -= output_size(size + left, window, stride, 0, dilation)
-    if node.target is sites.CONVOLUTION:
+    is_forward = node.target is sites.CONVOLUTION
+    # The backward pass reads the padded input, for which the forward pass has to read it, too: else
+    # PyTorch may pad in the backward pass, when others have written to `x`.
+    if may_be_written(x) and not (is_forward and len(pad.users) == 1):
+        return None
+    if is_forward:
         return Causal(node, left, extra, pad, node)
     grads = [user for item in node.users if item.args[1] == 0 for user in item.users]
     unpad = aten.constant_pad_nd.default, ([-left, 0],)
-    if any(_target_and_others(user) != unpad for user in grads) or may_be_written(x):
+    if any(_target_and_others(user) != unpad for user in grads):
         return None
     return Causal(node, left, extra, pad, node, tuple(grads))
 

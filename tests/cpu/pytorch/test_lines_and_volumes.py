@@ -255,7 +255,8 @@ def test_a_causal_layer_without_a_kernel_is_as_it_was(captured, launches) -> Non
 
 
 def test_a_padded_input_that_others_may_write_to_is_not_kept(captured, launches) -> None:
-    """PyTorch's backward pass of the convolution reads the padded tensor."""
+    """PyTorch's backward pass of the convolution reads the padded tensor. The forward pass has it,
+    too: else the partitioner of PyTorch 2.9 leaves it to the backward pass, which fails then."""
     model, found = Around(CAUSAL["pad"], **layers()), []
     for call in (torch.compile(model, backend=backend), model):
         x = line(length=11).contiguous()
@@ -264,7 +265,7 @@ def test_a_padded_input_that_others_may_write_to_is_not_kept(captured, launches)
             x.mul_(2.0)
         found.append(torch.autograd.grad(out.sum(), model.plain.weight))
     torch.testing.assert_close(*found)
-    assert [getattr(p, "cut", 0) for p in launches] == [3, 0]
+    assert [getattr(p, "cut", 0) for p in launches] == [0, 0]
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
