@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from confpred.errors import ConfpredError, InvalidInput, first_line
 from confpred.pytorch.backend import confpred
-from confpred.pytorch.rewrite.passes import warn_of
+from confpred.pytorch.run.choosing import warn_of
 from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import Calls, show_in_repr
 

@@ -291,6 +291,14 @@ def test_a_network_that_is_captured_whole_is_not_worth_a_word(captured, caplog) 
     assert warnings(caplog) == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_training_is_captured_where_warnings_are_errors(captured) -> None:
+    """PyTorch 2.13 warns where a copy of a joint graph is made."""
+    model = confpred.optimize(small().train())
+    model(image()).sum().backward()
+    assert {found.kind for found in captured.passes} == {"forward", "backward"}
+
+
 @torch.no_grad()
 def test_what_changes_with_any_rounding_is_told(captured, caplog, monkeypatch) -> None:
     monkeypatch.setitem(ACTIVATIONS, torch.ops.aten.relu.default, {(): "silu"})
