@@ -22,10 +22,11 @@ from torch.jit import _recursive
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from confpred.errors import ConfpredError, InvalidInput, first_line
 from confpred.pytorch.backend import confpred
-from confpred.pytorch.run.choosing import warn_of
+from confpred.pytorch.run.choosing import warn_of, warn_once
 from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import Calls, show_in_repr
 
@@ -94,7 +95,9 @@ def optimize(
     model._compiled_call_impl = made
     if example_inputs is not None:
         try:
-            _compare(model, made, *as_arguments(example_inputs))
+            args, kwargs = as_arguments(example_inputs)
+            if not _subclass_in(args, kwargs):
+                _compare(model, made, args, kwargs)
         except BaseException as error:
             model._compiled_call_impl = former
             if isinstance(error, ConfpredError) or not isinstance(error, Exception):
@@ -167,8 +170,8 @@ class _Optimized(_Call):
     hooks for all modules: these make it call `capture` again. A captured function refuses to run
     while another thread traces, so calls wait for that.
 
-    The model itself runs under forward-mode differentiation and while something else traces it, and
-    for good if it cannot be captured.
+    The model itself runs under forward-mode differentiation, while something else traces it, and
+    for tensors of other classes, and for good if it cannot be captured.
     """
 
     def __init__(
@@ -188,7 +191,9 @@ class _Optimized(_Call):
         if now != self._code:
             self._modules, self.captured = tuple(model.modules()), self._capture()
             self._code, calls.failed = _code_of(self._modules), ""
-        if calls.failed:
+        if kind := _subclass_in(args, kwargs):
+            warn_once(f"{type(model).__name__} runs in eager mode for inputs of class {kind}")
+        if calls.failed or kind:
             return model._call_impl(*args, **kwargs)
         with convert_frame.compile_lock:
             pass
@@ -249,7 +254,9 @@ def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
         module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
     )  # fmt: skip
-    return kinds, [kind.forward for kind in dict.fromkeys(kinds)], list(map(list, hooks))
+    # TorchScript's class has no `forward`.
+    methods = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
+    return kinds, methods, list(map(list, hooks))
 
 
 def _is_of_capture(error: Exception) -> bool:
@@ -268,6 +275,16 @@ def _is_traced() -> bool:
         or torch._C._get_tracing_state() is not None  # of torch.jit
         or proxy_tensor.get_proxy_mode() is not None
     )
+
+
+def _subclass_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the class of an argument that a capture does not keep, or an empty text: Dynamo
+    returns plain tensors for it, and PyTorch 2.13 raises an error at the first call."""
+    if all([type(x) is Tensor for x in (*args, *kwargs.values())]):  # a tenth of the time
+        return ""
+    leaves = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    others = [x for x in leaves if type(x) not in (Tensor, nn.Parameter)]
+    return next((type(x).__name__ for x in others if not is_traceable_wrapper_subclass(x)), "")
 
 
 def own_frame(model: nn.Module) -> Callable[..., Any]:
