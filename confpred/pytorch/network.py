@@ -179,31 +179,40 @@ class _Optimized(_Call):
     ) -> None:
         super().__init__(model)
         self._capture, self.calls = capture, calls
-        self._modules, self.captured = tuple(model.modules()), capture()
-        self._code, self.is_watched = _code_of(self._modules), True
+        self.captured, self.is_watched = capture(), True
+        self._note_modules({})
+
+    def _note_modules(self, kinds: dict[type, list[str]]) -> None:
+        """Note the modules that captures have read; `kinds` are classes of earlier ones, with the
+        names of their methods."""
+        self._modules = tuple(self._module.modules())
+        self._kinds = kinds | {type(module): _methods_of(type(module)) for module in self._modules}
+        self._code = _code_of(self._modules, self._kinds)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         calls, model = self.calls, self._module
         if self.is_watched:
             self.is_watched = False
             _unwatch_parts(model)
-        now = _code_of(self._modules)
-        if now != self._code:
-            self._modules, self.captured = tuple(model.modules()), self._capture()
-            self._code, calls.failed = _code_of(self._modules), ""
+        if _code_of(self._modules, self._kinds) != self._code:
+            self.captured, calls.failed = self._capture(), ""
+            self._note_modules({})
         if kind := _subclass_in(args, kwargs):
             warn_once(f"{type(model).__name__} runs in eager mode for inputs of class {kind}")
         if calls.failed or kind:
             return model._call_impl(*args, **kwargs)
         with convert_frame.compile_lock:
             pass
-        calls.is_training = model.training
+        calls.is_training, graphs = model.training, calls.graphs
         try:
             return calls.of(self.captured, *args, **kwargs)
         except Exception as error:
             if not _is_of_capture(error):
                 raise
             reason = error
+        finally:
+            if calls.graphs > graphs:  # of modules that are new, too
+                self._note_modules(self._kinds)
         results = model._call_impl(*args, **kwargs)  # or the error of eager mode
         calls.failed = first_line(getattr(reason, "inner_exception", reason))
         warn_of(reason, "its capture", f"{type(model).__name__} runs in eager mode")
@@ -247,16 +256,26 @@ def _is_part(module: nn.Module) -> bool:
     return type(module._compiled_call_impl) is _Part
 
 
-def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return the classes, methods and hooks of `modules` that no guard of Dynamo checks."""
-    kinds: tuple[Any, ...] = tuple(map(type, modules))
+def _methods_of(kind: type) -> list[str]:
+    """Return names of methods of a class of modules that a forward may call: all but PyTorch's."""
+    others = [
+        name for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, value in vars(base).items()
+        if isinstance(value, (types.FunctionType, classmethod))
+        and ("forward" in name or not base.__module__.startswith("torch."))
+    ]  # fmt: skip
+    return list({"forward", *others})
+
+
+def _code_of(modules: Sequence[nn.Module], kinds: dict[type, list[str]]) -> tuple[Any, ...]:
+    """Return what no guard of Dynamo checks: classes of `modules`, methods of `kinds`, and hooks
+    for all modules."""
     hooks = (
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
         module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
     )  # fmt: skip
-    # TorchScript's class has no `forward`.
-    methods = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
-    return kinds, methods, list(map(list, hooks))
+    methods = [getattr(kind, name, None) for kind, names in kinds.items() for name in names]
+    return tuple(map(type, modules)), methods, list(map(list, hooks))
 
 
 def _is_of_capture(error: Exception) -> bool:
