@@ -86,6 +86,8 @@ def optimize(
     Options.of(options)
     former, calls = model._compiled_call_impl, Calls()
     backend = partial(confpred, calls=calls)
+    # PyTorch clears its weak references to tensors, which forbid `swap_tensors`, by this name.
+    backend.__name__ = "confpred"  # type: ignore[attr-defined]
 
     def capture() -> Callable[..., Any]:
         frame = own_frame(model)
@@ -299,7 +301,7 @@ def _is_traced() -> bool:
 def _subclass_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the class of an argument that a capture does not keep, or an empty text: Dynamo
     returns plain tensors for it, and PyTorch 2.13 raises an error at the first call."""
-    if all([type(x) is Tensor for x in (*args, *kwargs.values())]):  # a tenth of the time
+    if all(type(x) is Tensor for x in (*args, *kwargs.values())):  # a tenth of the time
         return ""
     leaves = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     others = [x for x in leaves if type(x) not in (Tensor, nn.Parameter)]
