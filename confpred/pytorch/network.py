@@ -6,9 +6,11 @@ import logging
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -374,36 +376,64 @@ def _initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
         module.training = True
 
 
+def _flat(holder: Any) -> list[Any]:
+    return [*holder, *holder.values()] if isinstance(holder, dict) else list(holder)
+
+
+def _contents_of(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """Return the attributes of a model's modules, and the dictionaries, lists, tuples and sets in
+    them, each with a list of what it has."""
+    holders: list[Any] = [vars(m) for m in model.modules()]
+    seen, contents = set(map(id, holders)), []
+    for holder in holders:  # more are added
+        values = _flat(holder)
+        contents.append((holder, values))
+        inner = [v for v in values if isinstance(v, (dict, list, tuple, set, deque))]
+        holders += [v for v in {id(v): v for v in inner}.values() if id(v) not in seen]
+        seen.update(map(id, inner))
+    return contents
+
+
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     """Return parameters, buffers and plain tensors of a model and its modules."""
-    holders = [d for m in model.modules() for d in (m._parameters, m._buffers, vars(m))]
-    leaves = _pytree.tree_leaves([list(holder.values()) for holder in holders])
-    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
-    return list(tensors.values())
+    leaves = (x for _, values in _contents_of(model) for x in values)
+    return list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the tensors and attributes of `model` at the end of the block, the content of its
-    lists, dictionaries and sets, and the random numbers of Python and PyTorch."""
+    lists, dictionaries and sets, and the random numbers of Python, NumPy and PyTorch."""
     writable = [
         x for x in _tensors_of(model)
         if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1  # 1: yes
     ]  # fmt: skip
     tensors = [(x, x.detach().clone()) for x in writable]
-    holders: list[Any] = [vars(m) for m in model.modules()]
-    holders += [v for d in holders for v in d.values() if isinstance(v, (dict, list, set))]
-    former = [(h, dict(h) if isinstance(h, dict) else list(h)) for h in holders]
-    of_python = random.getstate()
+    contents = _contents_of(model)
+    former = [
+        (holder, dict(holder) if isinstance(holder, dict) else values)
+        for holder, values in contents if not isinstance(holder, tuple)
+    ]  # fmt: skip
+    leaves = [x for _, values in contents for x in values]
+    generators = [(x, x.get_state()) for x in leaves if isinstance(x, torch.Generator)]
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+            for generator, state in generators:
+                generator.set_state(state)
             for holder, content in former:
+                now, before = _flat(holder), _flat(content)
+                if len(now) == len(before) and all(map(is_, now, before)):
+                    continue  # others may read it
                 holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(content)
+                (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
             with torch.no_grad():
                 for x, then in tensors:
                     x.copy_(then)

@@ -8,7 +8,9 @@ import logging
 import pickle
 import random
 import weakref
+from collections import Counter, deque
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,6 +233,33 @@ def test_numbers_that_python_draws_stay(captured) -> None:
     random.seed(3)
     confpred.optimize(conv_and_norm(lambda y: y * random.random()).eval(), image())
     assert random.random() == expected
+
+
+class Keeps(nn.Module):
+    """Keeps numbers in containers of all kinds, and draws from generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.drawn = deque(maxlen=2), torch.Generator().manual_seed(5)
+        self.by_name = {"means": [], "calls": Counter()}
+        self.by_name["itself"] = self.by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.append(x.mean())
+        self.by_name["means"].append(x.mean())
+        self.by_name["calls"]["all"] += 1
+        return x * torch.rand(1, generator=self.drawn) * float(np.random.rand())
+
+
+@torch.no_grad()
+def test_containers_and_generators_stay(captured) -> None:
+    found = []
+    for examples in ((), (image(),)):
+        np.random.seed(3)
+        model = confpred.optimize(Keeps(), *examples)
+        assert (len(model.last), model.by_name["means"], *model.by_name["calls"]) == (0, [])
+        found.append((model(image()), model.by_name["calls"]["all"]))
+    torch.testing.assert_close(*found)
 
 
 @torch.no_grad()
