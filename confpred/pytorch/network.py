@@ -187,7 +187,7 @@ class _Optimized(_Call):
         self._note_modules({})
 
     def _note_modules(self, kinds: dict[type, list[str]]) -> None:
-        """Note the modules that captures have read; `kinds` are classes of earlier ones, with the
+        """Keep the modules that captures have read; `kinds` are classes of earlier ones, with the
         names of their methods."""
         self._modules = tuple(self._module.modules())
         self._kinds = kinds | {type(module): _methods_of(type(module)) for module in self._modules}
