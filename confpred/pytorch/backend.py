@@ -201,7 +201,7 @@ class Compiler:
             with other.capture.compiling("PyTorch traces it again"):
                 plain = other._compile(gm, example_inputs)
         except Exception as error:
-            passes.warn_of(error, "verify='network'", "confpred's choices are kept")
+            choosing.warn_of(error, "verify='network'", "confpred's choices are kept")
             return chosen
         written = [place for place, x in enumerate(inputs) if x.mutates_data]
         rivals = verify.Rivals(chosen, plain, written, note_decision)
@@ -393,7 +393,7 @@ class Compiler:
         try:
             return inductor.decompose(gm, inputs)
         except Exception as error:
-            passes.warn_of(error, "decompositions", "Inductor does not compile")
+            choosing.warn_of(error, "decompositions", "Inductor does not compile")
             self.inductor = False
             return gm
 
@@ -415,7 +415,7 @@ class Compiler:
             try:
                 program, strides = inductor.compile_pass(changed, inputs, static, visible, kind)
             except Exception as error:
-                passes.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
+                choosing.warn_of(error, "Inductor", f"a graph's {kind} pass is not compiled")
         replays = self.options.graphs and ordinal is not None
         lowered = Lowered(
             kind, list(static), written, visible, strides, ordinal,

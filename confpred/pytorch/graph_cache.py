@@ -32,7 +32,6 @@ from confpred.measure.pytorch import cudnn_version
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.pytorch.rewrite.fusing import Fold
-from confpred.pytorch.rewrite.passes import warn_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.graphs import read_switches
 
@@ -127,7 +126,7 @@ def identity_of(options: Any, inputs: Sequence[Any], is_training: bool) -> str |
     try:
         return _identity_of(options, inputs, is_training)
     except Exception as error:  # no optimization may fail the program
-        warn_of(error, "PyTorch's cache", "a graph is not kept")
+        choosing.warn_of(error, "PyTorch's cache", "a graph is not kept")
         return None
 
 

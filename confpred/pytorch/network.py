@@ -6,9 +6,11 @@ import logging
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -22,10 +24,11 @@ from torch.jit import _recursive
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from confpred.errors import ConfpredError, InvalidInput, first_line
 from confpred.pytorch.backend import confpred
-from confpred.pytorch.rewrite.passes import warn_of
+from confpred.pytorch.run.choosing import warn_of, warn_once
 from confpred.pytorch.run.options import Options
 from confpred.pytorch.status import Calls, show_in_repr
 
@@ -85,6 +88,8 @@ def optimize(
     Options.of(options)
     former, calls = model._compiled_call_impl, Calls()
     backend = partial(confpred, calls=calls)
+    # PyTorch clears its weak references to tensors, which forbid `swap_tensors`, by this name.
+    backend.__name__ = "confpred"  # type: ignore[attr-defined]
 
     def capture() -> Callable[..., Any]:
         frame = own_frame(model)
@@ -94,7 +99,9 @@ def optimize(
     model._compiled_call_impl = made
     if example_inputs is not None:
         try:
-            _compare(model, made, *as_arguments(example_inputs))
+            args, kwargs = as_arguments(example_inputs)
+            if not _subclass_in(args, kwargs):
+                _compare(model, made, args, kwargs)
         except BaseException as error:
             model._compiled_call_impl = former
             if isinstance(error, ConfpredError) or not isinstance(error, Exception):
@@ -167,8 +174,8 @@ class _Optimized(_Call):
     hooks for all modules: these make it call `capture` again. A captured function refuses to run
     while another thread traces, so calls wait for that.
 
-    The model itself runs under forward-mode differentiation and while something else traces it, and
-    for good if it cannot be captured.
+    The model itself runs under forward-mode differentiation, while something else traces it, and
+    for tensors of other classes, and for good if it cannot be captured.
     """
 
     def __init__(
@@ -176,29 +183,40 @@ class _Optimized(_Call):
     ) -> None:
         super().__init__(model)
         self._capture, self.calls = capture, calls
-        self._modules, self.captured = tuple(model.modules()), capture()
-        self._code, self.is_watched = _code_of(self._modules), True
+        self.captured, self.is_watched = capture(), True
+        self._note_modules({})
+
+    def _note_modules(self, kinds: dict[type, list[str]]) -> None:
+        """Keep the modules that captures have read; `kinds` are classes of earlier ones, with the
+        names of their methods."""
+        self._modules = tuple(self._module.modules())
+        self._kinds = kinds | {type(module): _methods_of(type(module)) for module in self._modules}
+        self._code = _code_of(self._modules, self._kinds)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         calls, model = self.calls, self._module
         if self.is_watched:
             self.is_watched = False
             _unwatch_parts(model)
-        now = _code_of(self._modules)
-        if now != self._code:
-            self._modules, self.captured = tuple(model.modules()), self._capture()
-            self._code, calls.failed = _code_of(self._modules), ""
-        if calls.failed:
+        if _code_of(self._modules, self._kinds) != self._code:
+            self.captured, calls.failed = self._capture(), ""
+            self._note_modules({})
+        if kind := _subclass_in(args, kwargs):
+            warn_once(f"{type(model).__name__} runs in eager mode for inputs of class {kind}")
+        if calls.failed or kind:
             return model._call_impl(*args, **kwargs)
         with convert_frame.compile_lock:
             pass
-        calls.is_training = model.training
+        calls.is_training, graphs = model.training, calls.graphs
         try:
             return calls.of(self.captured, *args, **kwargs)
         except Exception as error:
             if not _is_of_capture(error):
                 raise
             reason = error
+        finally:
+            if calls.graphs > graphs:  # of modules that are new, too
+                self._note_modules(self._kinds)
         results = model._call_impl(*args, **kwargs)  # or the error of eager mode
         calls.failed = first_line(getattr(reason, "inner_exception", reason))
         warn_of(reason, "its capture", f"{type(model).__name__} runs in eager mode")
@@ -242,14 +260,26 @@ def _is_part(module: nn.Module) -> bool:
     return type(module._compiled_call_impl) is _Part
 
 
-def _code_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Return the classes, methods and hooks of `modules` that no guard of Dynamo checks."""
-    kinds: tuple[Any, ...] = tuple(map(type, modules))
+def _methods_of(kind: type) -> list[str]:
+    """Return names of methods of a class of modules that a forward may call: all but PyTorch's."""
+    others = [
+        name for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, value in vars(base).items()
+        if isinstance(value, (types.FunctionType, classmethod))
+        and ("forward" in name or not base.__module__.startswith("torch."))
+    ]  # fmt: skip
+    return list({"forward", *others})
+
+
+def _code_of(modules: Sequence[nn.Module], kinds: dict[type, list[str]]) -> tuple[Any, ...]:
+    """Return what no guard of Dynamo checks: classes of `modules`, methods of `kinds`, and hooks
+    for all modules."""
     hooks = (
         module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks,
         module_hooks._global_backward_pre_hooks, module_hooks._global_backward_hooks,
     )  # fmt: skip
-    return kinds, [kind.forward for kind in dict.fromkeys(kinds)], list(map(list, hooks))
+    methods = [getattr(kind, name, None) for kind, names in kinds.items() for name in names]
+    return tuple(map(type, modules)), methods, list(map(list, hooks))
 
 
 def _is_of_capture(error: Exception) -> bool:
@@ -268,6 +298,16 @@ def _is_traced() -> bool:
         or torch._C._get_tracing_state() is not None  # of torch.jit
         or proxy_tensor.get_proxy_mode() is not None
     )
+
+
+def _subclass_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the class of an argument that a capture does not keep, or an empty text: Dynamo
+    returns plain tensors for it, and PyTorch 2.13 raises an error at the first call."""
+    if all(type(x) is Tensor for x in (*args, *kwargs.values())):  # a tenth of the time
+        return ""
+    leaves = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    others = [x for x in leaves if type(x) not in (Tensor, nn.Parameter)]
+    return next((type(x).__name__ for x in others if not is_traceable_wrapper_subclass(x)), "")
 
 
 def own_frame(model: nn.Module) -> Callable[..., Any]:
@@ -336,36 +376,64 @@ def _initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
         module.training = True
 
 
+def _flat(holder: Any) -> list[Any]:
+    return [*holder, *holder.values()] if isinstance(holder, dict) else list(holder)
+
+
+def _contents_of(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """Return the attributes of a model's modules, and the dictionaries, lists, tuples and sets in
+    them, each with a list of what it has."""
+    holders: list[Any] = [vars(m) for m in model.modules()]
+    seen, contents = set(map(id, holders)), []
+    for holder in holders:  # more are added
+        values = _flat(holder)
+        contents.append((holder, values))
+        inner = [v for v in values if isinstance(v, (dict, list, tuple, set, deque))]
+        holders += [v for v in {id(v): v for v in inner}.values() if id(v) not in seen]
+        seen.update(map(id, inner))
+    return contents
+
+
 def _tensors_of(model: nn.Module) -> list[Tensor]:
     """Return parameters, buffers and plain tensors of a model and its modules."""
-    holders = [d for m in model.modules() for d in (m._parameters, m._buffers, vars(m))]
-    leaves = _pytree.tree_leaves([list(holder.values()) for holder in holders])
-    tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
-    return list(tensors.values())
+    leaves = (x for _, values in _contents_of(model) for x in values)
+    return list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the tensors and attributes of `model` at the end of the block, the content of its
-    lists, dictionaries and sets, and the random numbers of Python and PyTorch."""
+    lists, dictionaries and sets, and the random numbers of Python, NumPy and PyTorch."""
     writable = [
         x for x in _tensors_of(model)
         if not x.is_inference() and torch._debug_has_internal_overlap(x) != 1  # 1: yes
     ]  # fmt: skip
     tensors = [(x, x.detach().clone()) for x in writable]
-    holders: list[Any] = [vars(m) for m in model.modules()]
-    holders += [v for d in holders for v in d.values() if isinstance(v, (dict, list, set))]
-    former = [(h, dict(h) if isinstance(h, dict) else list(h)) for h in holders]
-    of_python = random.getstate()
+    contents = _contents_of(model)
+    former = [
+        (holder, dict(holder) if isinstance(holder, dict) else values)
+        for holder, values in contents if not isinstance(holder, tuple)
+    ]  # fmt: skip
+    leaves = [x for _, values in contents for x in values]
+    generators = [(x, x.get_state()) for x in leaves if isinstance(x, torch.Generator)]
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(of_python)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+            for generator, state in generators:
+                generator.set_state(state)
             for holder, content in former:
+                now, before = _flat(holder), _flat(content)
+                if len(now) == len(before) and all(map(is_, now, before)):
+                    continue  # others may read it
                 holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(content)
+                (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
             with torch.no_grad():
                 for x, then in tensors:
                     x.copy_(then)

@@ -113,7 +113,8 @@ class Capture:
 
     Attributes:
         inputs: sizes and dtypes of the inputs that are no parameters or buffers.
-        tensors: the parameters and buffers.
+        tensors: the parameters and buffers, unless `calls` tells the model: PyTorch swaps no tensor
+            that has a weak reference.
         frame: number of its frame in Dynamo.
         ended: where a graph break ends it, and why; empty if it covers its forward to the end.
         calls: history of the optimized model's calls, or None.
@@ -213,8 +214,8 @@ def capture_of(
     ended = f"{_place(reason.user_stack)}: {_first(reason.reason)}" if _is_break(reason) else ""
     frame = getattr(CompileContext.current_compile_id(), "frame_id", None) or 0
     made = Capture(
-        " and ".join(texts) + sizes or "no tensors", [ref(t) for t in fixed], frame, ended, calls,
-        limits, sites,
+        " and ".join(texts) + sizes or "no tensors",
+        [ref(t) for t in fixed] if calls is None else [], frame, ended, calls, limits, sites,
     )  # fmt: skip
     if calls is not None:
         calls.graphs += 1

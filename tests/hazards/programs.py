@@ -322,7 +322,11 @@ def traced_by_jit(run: Run) -> Any:
 def scripted(run: Run) -> Any:
     model = run.optimize(run.network())
     run.infer(model)
-    return run.infer(torch.jit.script(model)), run.infer(model)
+    whole = torch.jit.script(model)
+    part = run.network()
+    part.grouped = torch.jit.script(part.grouped)
+    found = [run.infer(whole), run.infer(run.optimize(whole)), run.infer(run.optimize(part))]
+    return found, run.infer(model)
 
 
 @hazard()
@@ -357,15 +361,30 @@ class Told(Tensor):
     """A tensor that knows what it is told."""
 
 
-@hazard(refused="Multiple dispatch failed", kernels=False)
+class Listed(nn.Module):
+    """A network for the first of a list."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, xs: list[Tensor]) -> Any:
+        return self.network(xs[0])
+
+
+@hazard()
 def subclasses_of_tensors(run: Run) -> Any:
-    """Their values alone: by PyTorch 2.15's `torch.compile` this network returns plain tensors."""
+    """Before and between plain tensors, as an argument or inside of one, and as an example."""
     model, found = run.optimize(run.network()), []
+    example = run.optimize(run.network(), run.images().as_subclass(Told))
+    inside = run.optimize(Listed(run.network()))
     with torch.no_grad():
         for seed in range(3):
-            out = model(run.images(seed).as_subclass(Told))
-            found.append(out.as_subclass(Tensor))
-    return found, run.infer(model)
+            told = run.images(seed).as_subclass(Told)
+            outs = [model(told), model(x=told), example(told), inside([told])]
+            found += [(type(out).__name__, out.as_subclass(Tensor)) for out in outs]
+            found += run.infer(model, 1)
+    return found, run.infer(model), run.infer(example)
 
 
 @hazard()

@@ -196,6 +196,16 @@ def methods_of_a_class_replaced(run: Run) -> Any:
     found = [run.infer(model)]
     Own.forward = lambda self, x: self.features(x).mean((2, 3)) * 3  # type: ignore[method-assign]
     found.append(run.infer(model))
+    Own.features = lambda self, x: Net.features(self, x) * 3  # type: ignore[method-assign]
+    found.append(run.infer(model))
+
+    class Later(nn.Identity):
+        pass
+
+    model.grouped_norm = Later()
+    found.append(run.infer(model))
+    Later.forward = lambda self, x: x * 3  # type: ignore[method-assign]
+    found.append(run.infer(model))
     run.changed(*(outs[0][:, :10] for outs in found))
     return found
 

@@ -84,9 +84,9 @@ def states_loaded(run: Run) -> Any:
     return found, list(model.state_dict())
 
 
-@hazard(refused="has weakref associated")
+@hazard(refused=None if torch.__version__ >= "2.13" else "has weakref associated")
 def parameters_swapped(run: Run) -> Any:
-    """PyTorch refuses to swap what a guard refers to."""
+    """Older versions of PyTorch refuse to swap what a guard refers to."""
     model = run.optimize(run.network())
     found = [run.infer(model)]
     torch.utils.swap_tensors(model.grouped.weight, nn.Parameter(model.grouped.weight.detach() * 3))

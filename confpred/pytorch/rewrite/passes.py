@@ -6,9 +6,9 @@ Such graphs are functional, except for copies into mutated inputs at the end.
 from __future__ import annotations
 
 import copy
-import logging
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -18,11 +18,9 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils.checkpoint import CheckpointPolicy
 
-from confpred.errors import first_line
-from confpred.pytorch.run.choosing import warn_once
+from confpred.pytorch.run.choosing import warn_of
 from confpred.pytorch.run.memory import Run
 
-log = logging.getLogger("confpred")
 aten = torch.ops.aten
 Step = Callable[[fx.Graph], Any]  # a pass, in place
 #: Batch norm in training by the library that eager mode chooses, such as cuDNN.
@@ -43,7 +41,9 @@ CONVERSIONS = (aten._to_copy.default, torch.ops.prims.convert_element_type.defau
 def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
     """Rewrite the graph of `gm` by each of `steps`. Where one fails, return False: the graph is as
     it was before all of them, and a warning says so. No optimization may fail the program."""
-    before = copy.deepcopy(gm.graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 warns of its own copy
+        before = copy.deepcopy(gm.graph)
     for step in steps:
         try:
             step(gm.graph)
@@ -54,14 +54,6 @@ def attempt(gm: fx.GraphModule, steps: Sequence[Step]) -> bool:
             return False
     gm.recompile()
     return True
-
-
-def warn_of(error: Exception, where: str, effect: str) -> None:
-    """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG.
-    `where` names the step that failed, and `effect` says what becomes of the program."""
-    error = getattr(error, "inner_exception", error)  # the cause, where Dynamo has wrapped it
-    warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first_line(error)}")
-    log.debug("%s failed", where, exc_info=error)
 
 
 def val_of(node: Any) -> Any:

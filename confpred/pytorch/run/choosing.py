@@ -91,6 +91,14 @@ def warn_once(message: str) -> None:
     cached(("warned", message), lambda: log.warning(message))
 
 
+def warn_of(error: Exception, where: str, effect: str) -> None:
+    """Warn of an error in an optimization, once for each cause, with the traceback for DEBUG.
+    `where` names the step that failed, and `effect` says what becomes of the program."""
+    error = getattr(error, "inner_exception", error)  # the cause, where Dynamo has wrapped it
+    warn_once(f"{effect}, as {where} failed: {type(error).__name__}: {first_line(error)}")
+    log.debug("%s failed", where, exc_info=error)
+
+
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """Bounds that a caller sets on choices.

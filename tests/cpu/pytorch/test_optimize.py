@@ -8,7 +8,9 @@ import logging
 import pickle
 import random
 import weakref
+from collections import Counter, deque
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,6 +235,33 @@ def test_numbers_that_python_draws_stay(captured) -> None:
     assert random.random() == expected
 
 
+class Keeps(nn.Module):
+    """Keeps numbers in containers of all kinds, and draws from generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.drawn = deque(maxlen=2), torch.Generator().manual_seed(5)
+        self.by_name = {"means": [], "calls": Counter()}
+        self.by_name["itself"] = self.by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.append(x.mean())
+        self.by_name["means"].append(x.mean())
+        self.by_name["calls"]["all"] += 1
+        return x * torch.rand(1, generator=self.drawn) * float(np.random.rand())
+
+
+@torch.no_grad()
+def test_containers_and_generators_stay(captured) -> None:
+    found = []
+    for examples in ((), (image(),)):
+        np.random.seed(3)
+        model = confpred.optimize(Keeps(), *examples)
+        assert (len(model.last), model.by_name["means"], *model.by_name["calls"]) == (0, [])
+        found.append((model(image()), model.by_name["calls"]["all"]))
+    torch.testing.assert_close(*found)
+
+
 @torch.no_grad()
 def test_a_network_of_pytorchs_modules_alone_is_captured(captured) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
@@ -289,6 +318,14 @@ def test_a_network_that_is_captured_whole_is_not_worth_a_word(captured, caplog) 
     with caplog.at_level(logging.WARNING, logger="confpred"):
         confpred.optimize(small(), image())
     assert warnings(caplog) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_training_is_captured_where_warnings_are_errors(captured) -> None:
+    """PyTorch 2.13 warns where a copy of a joint graph is made."""
+    model = confpred.optimize(small().train())
+    model(image()).sum().backward()
+    assert {found.kind for found in captured.passes} == {"forward", "backward"}
 
 
 @torch.no_grad()
