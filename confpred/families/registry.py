@@ -13,7 +13,6 @@ import os
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +26,6 @@ from confpred.families.protocol import (
     PYTORCH,
     Candidate,
     Family,
-    LibraryFamily,
     config_dict,
 )
 from confpred.problem.conv import CONV
@@ -164,11 +162,6 @@ def family_named(name: str) -> Family | None:
 def family_of(candidate: Candidate) -> Family:
     """Return the family of a candidate that is one of a family's configs."""
     return family_named(candidate.provider) or all_families()[candidate.provider]
-
-
-def lacks_library(provider: str) -> bool:
-    """Return whether a provider's candidates are plans of cuDNN, whose front end is missing."""
-    return isinstance(family_named(provider), LibraryFamily) and find_spec("cudnn") is None
 
 
 def families_of(problem: Record) -> dict[str, Family]:
