@@ -798,6 +798,8 @@ def test_answers_become_a_plan(board, tmp_path) -> None:
 
 @pytest.mark.parametrize("accepts", [True, False])
 def test_measurements_that_are_kept_are_submitted(board, monkeypatch, accepts) -> None:
+    nothing = command("submit", "--url", "http://127.0.0.1:8000")
+    assert (nothing.returncode, nothing.stdout) == (0, "tuning has kept nothing here\n")
     board.ask(Tuner(60.0))
     shards = [shard.name for shard in board.folder().glob("rows-*.parquet")]
 
