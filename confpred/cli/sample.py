@@ -288,7 +288,8 @@ def kernel_at(place: str) -> Family:
     its child processes.
 
     Raises:
-        InvalidInput: there is no such file, or no kernel under `confpred.tuned` of that name in it.
+        InvalidInput: there is no such file, it cannot be imported, or it has no kernel under
+            `confpred.tuned` of that name.
     """
     name, _, attribute = place.rpartition(":")
     file = Path(name)
@@ -298,7 +299,11 @@ def kernel_at(place: str) -> Family:
     sys.path.insert(0, folder)
     paths = filter(None, [folder, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    plug_in(file.stem)
+    try:
+        plug_in(file.stem)
+    except ImportError as error:
+        allowed = f"a kernel of a file that can be imported ({error})"
+        raise InvalidInput("kernel", place, allowed) from error
     family = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
     if family is None:
         allowed = f"a kernel of {name} under confpred.tuned"

@@ -55,9 +55,14 @@ def families_in(module: str) -> Sequence[Family]:
     """Return the families of an importable module; none if it has none.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: it cannot be imported, for whatever reason.
     """
-    imported = importlib.import_module(module)
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        raise
+    except Exception as error:  # what a user's module raises
+        raise ImportError(f"{type(error).__name__}: {error}") from error
     if hasattr(imported, "FAMILIES") or hasattr(imported, "FAMILY"):
         return getattr(imported, "FAMILIES", None) or (imported.FAMILY,)
     kernels = (getattr(value, "family", None) for value in [*vars(imported).values()])
@@ -69,6 +74,7 @@ def plug_in(module: str) -> Sequence[Family]:
     named it, and return them.
 
     Raises:
+        ImportError: it cannot be imported.
         InvalidInput: see `all_families`.
     """
     named = list(filter(None, os.environ.get(PLUGINS, "").split(",")))
