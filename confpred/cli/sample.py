@@ -36,7 +36,7 @@ from confpred.data.suites import (
     read_suite,
     suite_of_calls,
 )
-from confpred.errors import ConfpredError, InvalidInput, MissingExtra
+from confpred.errors import ConfpredError, InvalidInput, MissingExtra, nearest
 from confpred.families.registry import (
     all_families,
     families_in,
@@ -231,7 +231,7 @@ def sample(
     names = families_of(suite.entries[0].problem)
     for name in families:
         if name not in names:
-            raise InvalidInput("family", name, " or ".join(names))
+            raise InvalidInput("family", name, nearest(name, names))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
     with needing("gpu"):

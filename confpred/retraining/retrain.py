@@ -261,7 +261,11 @@ def pairs_of(
     cut short."""
     same = [Pair(judged_as(entry.networks), 1.0, 1.0) for entry, old, new in picked if old == new]
     differing = [
-        (judged_as(entry.networks), times.get((entry.problem, old)), times.get((entry.problem, new)))
+        (
+            judged_as(entry.networks),
+            times.get((entry.problem, old)),
+            times.get((entry.problem, new)),
+        )
         for entry, old, new in picked
         if old != new
     ]

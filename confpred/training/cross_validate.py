@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sklearn.model_selection import GroupKFold
 
 from confpred.concurrency import end_with, stops_held
-from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
+from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError, nearest
 from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
 from confpred.files import raising
@@ -76,7 +76,7 @@ def part_of(
     measured = sorted({t.family for t in dataset.everywhere})
     for name in families:
         if name not in measured:
-            raise InvalidInput("family", name, f"one of {', '.join(measured)}")
+            raise InvalidInput("family", name, nearest(name, measured))
     if families:
         dataset = dataset.of_families(families)
     every = sorted({t.problem for t in dataset.timings}, key=str)

@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6743, "confpred": 28091, "confpred/cli": 2183, "confpred/client": 758,
-    "confpred/cuda": 834, "confpred/cudnn": 526, "confpred/data": 594, "confpred/families": 5091,
+    "benchmarks": 6743, "confpred": 28122, "confpred/cli": 2189, "confpred/client": 758,
+    "confpred/cuda": 834, "confpred/cudnn": 536, "confpred/data": 594, "confpred/families": 5094,
     "confpred/launch": 194, "confpred/measure": 913, "confpred/model": 1191,
     "confpred/predict": 963, "confpred/problem": 1838, "confpred/products": 425,
-    "confpred/pytorch": 6654, "confpred/report": 844, "confpred/retraining": 966,
-    "confpred/sampler": 1524, "confpred/training": 1775, "confpred/triton": 365,
-    "datasets": 4771, "examples": 538, "service": 3487, "tests": 38272,
+    "confpred/pytorch": 6657, "confpred/report": 844, "confpred/retraining": 971,
+    "confpred/sampler": 1526, "confpred/training": 1777, "confpred/triton": 365,
+    "datasets": 4771, "examples": 538, "service": 3487, "tests": 38357,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,23 @@ def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over()
     assert names == [{"depthwise_fprop", "grouped_fprop"}, {"grouped_fprop"}]
     with pytest.raises(DataError, match="no measurements"):
         fit_families(there, H100, SMALL, 0)
+
+
+def test_a_network_of_another_device_alone_can_be_left_out(both, tmp_path, monkeypatch) -> None:
+    own = tuple(t for t in both.timings if "net6" not in t.networks)
+    assert "net6" in names_of(both.others[0].timings)
+    given: list[Dataset] = []
+    # Training begins, which takes long, and its data are seen.
+    monkeypatch.setattr(
+        "confpred.training.train.cross_validate", lambda data, *_: given.append(data) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        train(replace(both, timings=own), tmp_path / "model", exclude=["net6"], hyper=SMALL)
+    assert "net6" not in names_of(given[0].everywhere)
+
+
+def names_of(measured: Iterable[Timings]) -> set[str]:
+    return {name for t in measured for name in t.networks}
 
 
 @pytest.mark.parametrize("shared", [True, False])
