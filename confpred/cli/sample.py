@@ -36,7 +36,7 @@ from confpred.data.suites import (
     read_suite,
     suite_of_calls,
 )
-from confpred.errors import ConfpredError, InvalidInput, MissingExtra
+from confpred.errors import ConfpredError, InvalidInput, MissingExtra, nearest
 from confpred.families.registry import (
     all_families,
     families_in,
@@ -231,7 +231,7 @@ def sample(
     names = families_of(suite.entries[0].problem)
     for name in families:
         if name not in names:
-            raise InvalidInput("family", name, " or ".join(names))
+            raise InvalidInput("family", name, nearest(name, names))
     planned_for = compile_device or plan_device
     check_pytorch(pytorch and planned_for is None)
     with needing("gpu"):
@@ -288,7 +288,8 @@ def kernel_at(place: str) -> Family:
     its child processes.
 
     Raises:
-        InvalidInput: there is no such file, or no kernel under `confpred.tuned` of that name in it.
+        InvalidInput: there is no such file, it cannot be imported, or it has no kernel under
+            `confpred.tuned` of that name.
     """
     name, _, attribute = place.rpartition(":")
     file = Path(name)
@@ -298,7 +299,11 @@ def kernel_at(place: str) -> Family:
     sys.path.insert(0, folder)
     paths = filter(None, [folder, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    plug_in(file.stem)
+    try:
+        plug_in(file.stem)
+    except ImportError as error:
+        allowed = f"a kernel of a file that can be imported ({error})"
+        raise InvalidInput("kernel", place, allowed) from error
     family = getattr(getattr(import_module(file.stem), attribute, None), "family", None)
     if family is None:
         allowed = f"a kernel of {name} under confpred.tuned"

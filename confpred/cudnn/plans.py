@@ -30,7 +30,8 @@ from confpred.cuda import driver
 from confpred.cuda.cache import KernelCache, default_folder
 from confpred.cudnn.table import config_of, release_of, release_text
 from confpred.errors import LaunchError, MissingExtra, first_line
-from confpred.families.registry import operation_of
+from confpred.families.protocol import LibraryFamily
+from confpred.families.registry import family_named, operation_of
 from confpred.problem.conv import LAYOUTS, ConvNd
 from confpred.problem.conv2d import PAIRS, Problem
 from confpred.problem.device import Device
@@ -227,6 +228,21 @@ def front_end() -> Any:
     except Exception as error:
         raise MissingExtra(f"nvidia-cudnn-frontend ({error})", "gpu") from error
     return cudnn
+
+
+@cache
+def is_missing() -> bool:
+    """Return whether cuDNN's front end is not installed, or finds no cuDNN."""
+    try:
+        front_end()
+    except MissingExtra:
+        return True
+    return False
+
+
+def lacks_library(provider: str) -> bool:
+    """Return whether a provider's candidates are plans of cuDNN, which `is_missing`."""
+    return isinstance(family_named(provider), LibraryFamily) and is_missing()
 
 
 @cache

@@ -13,7 +13,6 @@ import os
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +26,6 @@ from confpred.families.protocol import (
     PYTORCH,
     Candidate,
     Family,
-    LibraryFamily,
     config_dict,
 )
 from confpred.problem.conv import CONV
@@ -57,9 +55,14 @@ def families_in(module: str) -> Sequence[Family]:
     """Return the families of an importable module; none if it has none.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: it cannot be imported, for whatever reason.
     """
-    imported = importlib.import_module(module)
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        raise
+    except Exception as error:  # what a user's module raises
+        raise ImportError(f"{type(error).__name__}: {error}") from error
     if hasattr(imported, "FAMILIES") or hasattr(imported, "FAMILY"):
         return getattr(imported, "FAMILIES", None) or (imported.FAMILY,)
     kernels = (getattr(value, "family", None) for value in [*vars(imported).values()])
@@ -71,6 +74,7 @@ def plug_in(module: str) -> Sequence[Family]:
     named it, and return them.
 
     Raises:
+        ImportError: it cannot be imported.
         InvalidInput: see `all_families`.
     """
     named = list(filter(None, os.environ.get(PLUGINS, "").split(",")))
@@ -164,11 +168,6 @@ def family_named(name: str) -> Family | None:
 def family_of(candidate: Candidate) -> Family:
     """Return the family of a candidate that is one of a family's configs."""
     return family_named(candidate.provider) or all_families()[candidate.provider]
-
-
-def lacks_library(provider: str) -> bool:
-    """Return whether a provider's candidates are plans of cuDNN, whose front end is missing."""
-    return isinstance(family_named(provider), LibraryFamily) and find_spec("cudnn") is None
 
 
 def families_of(problem: Record) -> dict[str, Family]:

@@ -18,9 +18,9 @@ from torch.utils import _pytree
 
 from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
+from confpred.cudnn.plans import lacks_library
 from confpred.errors import ConfpredError, InvalidInput, install_command
 from confpred.families.protocol import PYTORCH
-from confpred.families.registry import lacks_library
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device, get_device

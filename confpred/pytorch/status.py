@@ -21,9 +21,9 @@ from weakref import WeakSet, ref
 from torch import Tensor, nn
 from torch._dynamo import config
 
+from confpred.cudnn.plans import lacks_library
 from confpred.errors import InvalidInput, install_command, nearest
 from confpred.families.protocol import PYTORCH
-from confpred.families.registry import lacks_library
 from confpred.pytorch.rewrite.sites import Site
 from confpred.pytorch.run import choosing, loading
 from confpred.pytorch.run.tuning import Tuner
@@ -186,8 +186,9 @@ class Capture:
             return "slower in the whole network"
         if not loading.was_refused(site.choice, self.ordinal, self.limits):
             return ""
-        lacks_cudnn = lacks_library(site.choice.provider)
-        return "cuDNN's front end is missing" if lacks_cudnn else "its kernel cannot be had"
+        if lacks_library(site.choice.provider):
+            return "cuDNN's front end is missing, or finds no cuDNN"
+        return "its kernel cannot be had"
 
     def __str__(self) -> str:
         kinds = " and ".join(p.kind for p in self.passes)

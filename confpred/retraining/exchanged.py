@@ -38,7 +38,7 @@ from confpred.model.trees import Trees
 from confpred.problem.conv2d import CONVOLUTION
 from confpred.problem.record import Record
 from confpred.retraining.admission import token_of, uploaded
-from confpred.retraining.offers import is_held_out
+from confpred.retraining.offers import is_held_out, judged_as
 from confpred.retraining.retrain import Pair, Verdict, compare
 from confpred.training.dataset import (
     Dataset,
@@ -201,7 +201,7 @@ def judged(held: Dataset, old: FamilyModel, new: FamilyModel) -> Verdict:
         if t.family == old.family.name and old.serves(t.problem) and t.networks:
             first, second = (model.rank(t.problem, t.device, t.rows)[0][0] for model in (old, new))
             times = dict(zip(t.rows.tolist(), t.time_ms.tolist(), strict=True))
-            compared.append(Pair(t.networks[0], times[int(first)], times[int(second)]))
+            compared.append(Pair(judged_as(t.networks), times[int(first)], times[int(second)]))
             logs[_width(t)].append(np.log(compared[-1].new_ms / compared[-1].old_ms))
     verdict = compare(compared)
     for width, of_width in logs.items():
@@ -223,8 +223,7 @@ def pairs(data: Dataset, old: Model | None, new: Model) -> Iterator[Pair]:
         times = times_of(parts, data.pytorch_ms.get(problem))
         chosen = [_chosen(model, problem, parts, times) for model in (old, new)]
         if chosen[0] in times and chosen[1] in times:
-            names = parts[0].networks
-            name = next((name for name in names if is_held_out([name])), names[0])
+            name = judged_as(parts[0].networks)
             yield Pair(name, times[chosen[0]], times[chosen[1]])
 
 

@@ -111,6 +111,12 @@ def is_held_out(networks: Iterable[str]) -> bool:
     return any(zlib.crc32(name.encode()) % HELD_OUT_OF == 0 for name in networks)
 
 
+def judged_as(networks: Sequence[str]) -> str:
+    """Return the network that a problem of `networks` is judged by: one that is held out, if any
+    is; the layers of one network are alike, and count together."""
+    return next((name for name in networks if is_held_out([name])), networks[0])
+
+
 def to_learn_from(suite: Suite) -> list[Entry]:
     """Return the entries of `suite` that share no layer with a held-out network, without
     duplicates."""

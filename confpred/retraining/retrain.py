@@ -37,7 +37,7 @@ from confpred.problem.device import Device
 from confpred.problem.record import Record
 from confpred.retraining import offers
 from confpred.retraining.drift import times_in
-from confpred.retraining.offers import Costs, is_held_out
+from confpred.retraining.offers import Costs, is_held_out, judged_as
 from confpred.sampler.run import Here, Sampling, Tally, sample
 from confpred.sampler.store import measured_in
 from confpred.sampler.tasks import Task
@@ -70,7 +70,7 @@ class Request:
     runs: Mapping[int, Run]  # the CUDA number of the GPU, and the columns that its rows share
     suite: Suite  # problems to learn from and to judge by
     budget_s: float  # of measuring, compilations included
-    data: tuple[Path, ...]  # further measurements to train on; rows of other devices are left out
+    data: tuple[Path, ...]  # further measurements to train on, of this device or another
     folder: Path  # folder of the session
     settings: Sampling  # of the sampler; their budget and choice of configs do not count
     hyper: Hyperparameters | None = None
@@ -176,18 +176,19 @@ class _Retraining:
         own = [] if kept and not any(rows.glob("*.parquet")) else [rows]  # nothing was left
         data = [*self.request.data, *kept, *own]
         dataset = read_dataset(data, self.request.device.key)
+        # A layer to judge by may come from another device, or under the name of no or of another
+        # network.
         judging = {entry.problem.layer() for entry in offers.to_judge_by(self.request.suite)}
-        # Tuning does not know of which network a layer is.
-        learned = [t for t in dataset.timings if t.networks or t.problem.layer() not in judging]
-        dataset = replace(dataset, timings=tuple(learned))
+        judging |= {t.problem.layer() for t in dataset.everywhere if is_held_out(t.networks)}
+        learned = {t.problem for t in dataset.everywhere if t.problem.layer() not in judging}
+        dataset = dataset.restricted(learned)
         networks = {name for t in dataset.timings for name in t.networks}
-        held_out = sorted(name for name in networks if is_held_out([name]))
         problems = {t.problem for t in dataset.timings}
         self.say(
             f"training on {dataset.rows:,} times of {len(problems):,} problems of "
-            f"{len(networks) - len(held_out)} networks"
+            f"{len(networks)} networks"
         )
-        regret = train(dataset, self.trained, exclude=held_out, hyper=self.request.hyper)
+        regret = train(dataset, self.trained, hyper=self.request.hyper)
         self.say(f"its regret on networks held out of training: geomean {regret.geomean:.3f}")
 
     def judge(self) -> list[Pair]:
@@ -258,9 +259,13 @@ def pairs_of(
     """Return old and new times of each problem that has both. Where both choices are the same, no
     time is needed; as large a share of these problems counts as of the others, which the budget may
     cut short."""
-    same = [Pair(entry.networks[0], 1.0, 1.0) for entry, old, new in picked if old == new]
+    same = [Pair(judged_as(entry.networks), 1.0, 1.0) for entry, old, new in picked if old == new]
     differing = [
-        (entry.networks[0], times.get((entry.problem, old)), times.get((entry.problem, new)))
+        (
+            judged_as(entry.networks),
+            times.get((entry.problem, old)),
+            times.get((entry.problem, new)),
+        )
         for entry, old, new in picked
         if old != new
     ]

@@ -25,6 +25,7 @@ from confpred.problem.operation import Operation
 from confpred.sampler.tasks import RowKey
 
 log = logging.getLogger(__name__)
+_KINDS = ("rows", "anchors")  # of shards, by the beginning of their names
 FLUSH_ROWS = 20_000
 FLUSH_SECONDS = 5.0
 #: Seconds that an object store may fail before a run ends; the rows are kept meanwhile.
@@ -52,8 +53,9 @@ def open_store(folder: Folder, run_id: str, operation: Operation) -> Iterator[St
         except Timeout:
             raise FolderBusy(f"another sampler is writing to {folder}") from None
     try:
-        for stale in folder.glob(".rows-*.tmp"):  # left by a sampler that was killed while writing
-            stale.unlink(missing_ok=True)
+        for kind in _KINDS:  # left by a sampler that was killed while writing
+            for stale in folder.glob(f".{kind}-*.tmp"):
+                stale.unlink(missing_ok=True)
         yield Store(folder, run_id, operation)
     finally:
         lock.release()
@@ -134,7 +136,7 @@ class Store:
         self._flushed = time.monotonic()
         if self._lease is not None:
             self._lease.renew()
-        for kind, rows in (("rows", self._rows), ("anchors", self._anchors)):
+        for kind, rows in zip(_KINDS, (self._rows, self._anchors), strict=True):
             if rows:
                 path = self.folder / f"{kind}-{self._run_id}-{self._shards:05d}.parquet"
                 write_rows([r.to_row() for r in rows], self._operation, path)

@@ -12,7 +12,7 @@ import numpy as np
 
 from confpred.cuda.epilogue import epilogue_source
 from confpred.data.suites import Suite
-from confpred.errors import DataError, InvalidInput, placed
+from confpred.errors import DataError, InvalidInput, nearest, placed
 from confpred.families.kernel_text import identity_of
 from confpred.families.protocol import PYTORCH_OPERATOR, Family, LibraryFamily, Rows
 from confpred.families.registry import (
@@ -252,7 +252,7 @@ def _task(where: str, fields: object, device: Device) -> Task:
     name, words = fields.get("family"), fields.get("config")
     with placed(f"{where}."):
         if not isinstance(name, str) or name not in all_families():
-            raise InvalidInput("family", name, " or ".join(all_families()))
+            raise InvalidInput("family", name, nearest(name, all_families()))
         family = all_families()[name]
         problem = family.operation.problem.from_json(dict(fields["problem"]))
         row = config_ids(name).get(words) if isinstance(words, str) else None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sklearn.model_selection import GroupKFold
 
 from confpred.concurrency import end_with, stops_held
-from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError
+from confpred.errors import ConfpredError, DataError, InvalidInput, StorageError, nearest
 from confpred.families.protocol import Candidate
 from confpred.families.registry import operation_of
 from confpred.files import raising
@@ -34,7 +34,7 @@ from confpred.problem.record import Record
 from confpred.training import Said, unsaid
 from confpred.training.calibrate import Answer, Times, fit_gate, fit_pytorch, margins
 from confpred.training.dataset import Dataset, Timings
-from confpred.training.fit import Fitted, Hyperparameters, fit_families
+from confpred.training.fit import Fitted, Hyperparameters, fit_families, learnable
 from confpred.training.regret import TOPS
 
 
@@ -48,7 +48,7 @@ class Fold:
 
     networks: tuple[str, ...]  # held out: each is the first network of a problem to judge
     train: tuple[Timings, ...]  # without any layer of those networks, of other devices too
-    test: tuple[Timings, ...]  # to judge by, of families that `train` has timings of
+    test: tuple[Timings, ...]  # to judge by, of families that can be learned from `train`
     elsewhere: tuple[Timings, ...]  # of other devices, held out of `train` too; the same families
 
 
@@ -76,7 +76,7 @@ def part_of(
     measured = sorted({t.family for t in dataset.everywhere})
     for name in families:
         if name not in measured:
-            raise InvalidInput("family", name, f"one of {', '.join(measured)}")
+            raise InvalidInput("family", name, nearest(name, measured))
     if families:
         dataset = dataset.of_families(families)
     every = sorted({t.problem for t in dataset.timings}, key=str)
@@ -118,7 +118,7 @@ def _fold(part: Sequence[Timings], timings: Sequence[Timings], others: Sequence[
     """Return the fold that judges by `part` of `timings`; `others` are of other devices."""
     networks = sorted({t.networks[0] for t in part})
     train = without_networks([*timings, *others], networks)
-    learnt, layers = {t.family for t in train}, {t.problem.layer() for t in train}
+    learnt, layers = learnable(train, part[0].device), {t.problem.layer() for t in train}
     return Fold(
         networks=tuple(networks),
         train=train,

@@ -99,7 +99,8 @@ def judge_baselines(
 
 def _judge_fold(name: str, fold: Fold, device: Device, seed: int) -> tuple[Score, ...] | str:
     """Return a baseline's scores on one fold, or the reason why it cannot run."""
-    own = [t for t in fold.train if t.device == device]
+    measured = {t.family for t in fold.train if t.device == device}
+    own = [t for t in fold.train if t.device == device or t.family not in measured]
     try:
         baseline = {**baselines(), **TUNING_BASELINES}[name]
         return tuple(map(baseline(own, device, seed), fold.test))

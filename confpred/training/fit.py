@@ -120,10 +120,8 @@ def fit_families(
     Raises:
         DataError: there are no timings of `device`.
     """
-    here = {t.problem for t in timings if t.device == device}
-    if not here:
+    if not (names := learnable(timings, device)):
         raise DataError("no measurements are left to train on")
-    names = {t.family for t in timings if t.device == device or t.problem in here}
     learned = {name: all_families()[name] for name in sorted(names)}
     all_pools = pools(learned.values())
     fitted = []
@@ -133,6 +131,12 @@ def fit_families(
         fitted.append(_fit_pool(own, pool, hyper, seed))
     say("fitting the model", len(all_pools), len(all_pools))
     return tuple(fitted)
+
+
+def learnable(timings: Sequence[Timings], device: Device) -> set[str]:
+    """Return the families that `fit_families` fits."""
+    here = {t.problem for t in timings if t.device == device}
+    return {t.family for t in timings if t.device == device or t.problem in here}
 
 
 def _fit_pool(timings: Sequence[Timings], pool: Pool, hyper: Hyperparameters, seed: int) -> Fitted:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from confpred._version import __version__
-from confpred.errors import InvalidInput
+from confpred.errors import InvalidInput, nearest
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate, Family
 from confpred.families.registry import all_families
 from confpred.files import write_folder
@@ -150,10 +150,10 @@ def train(
 
 
 def _without(dataset: Dataset, networks: Collection[str]) -> Dataset:
-    names = {name for t in dataset.timings for name in t.networks}
+    names = {name for t in dataset.everywhere for name in t.networks}
     for name in networks:
         if name not in names:
-            raise InvalidInput("exclude-network", name, f"one of {', '.join(sorted(names))}")
+            raise InvalidInput("exclude-network", name, nearest(name, sorted(names)))
     return dataset.restricted({t.problem for t in without_networks(dataset.everywhere, networks)})
 
 

@@ -146,6 +146,7 @@ class DenseTiles(Shaped):
             and _in_channels(problem) <= MOST_CHANNELS
             and max(problem.r, problem.s) <= MAX_WINDOW
             and max(problem.stride) <= MAX_STRIDE
+            and max(problem.h * problem.w, problem.p * problem.q) <= common.MAX_INT
             and all(window == 1 or dilation == 1 for window, dilation in taps)
         )
 

@@ -382,6 +382,7 @@ def _handles(problem: ConvNd) -> bool:
         and p.k % 8 == 0
         and max(p.filter_shape) <= MAX_WINDOW
         and max(p.stride) <= MAX_STRIDE
+        and max(prod(p.input_shape[1:]), prod(p.output_shape[1:])) <= common.MAX_INT
         and all(window == 1 or dilation == 1 for window, dilation in axes)
     )
 

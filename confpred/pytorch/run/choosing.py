@@ -26,9 +26,10 @@ from confpred.concurrency import uninterrupted
 from confpred.cuda import driver
 from confpred.cuda.compiler import close_kernels, open_kernels
 from confpred.cuda.discovery import slowness
+from confpred.cudnn.plans import lacks_library
 from confpred.errors import ConfpredError, InvalidInput, UnknownDevice, first_line
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
-from confpred.families.registry import lacks_library, operation_named, operation_of
+from confpred.families.registry import operation_named, operation_of
 from confpred.measure.pytorch import cudnn_version
 from confpred.model.folder import shipped_models
 from confpred.predict.choice import Choice, check_max_regret

@@ -29,10 +29,11 @@ import torch
 
 from confpred.cuda import driver
 from confpred.cuda.epilogue import left_to_pytorch
+from confpred.cudnn.plans import lacks_library
 from confpred.data.suites import Entry, Suite
 from confpred.errors import ConfpredError, FolderBusy, first_line
 from confpred.families.protocol import PYTORCH, Candidate, within
-from confpred.families.registry import families_of, kernels_of, lacks_library, operation_of
+from confpred.families.registry import families_of, kernels_of, operation_of
 from confpred.launch.assignment import Assignment
 from confpred.measure.pytorch import library_call, operands
 from confpred.measure.timing import Outcome

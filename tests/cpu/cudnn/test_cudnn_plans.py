@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from confpred.cudnn import plans
 from confpred.cudnn.family import FAMILY, largest_error
 from confpred.cudnn.plans import front_end
 from confpred.cudnn.table import (
@@ -64,6 +67,20 @@ DENSE = Problem(8, 64, 56, 56, 64, 3, 3, padding=1)
 )
 def test_a_plan_is_known_by_its_engine_and_knobs(name: str, config: dict | None) -> None:
     assert config_of(name) == config
+
+
+def test_a_front_end_that_finds_no_cudnn_has_no_plans(monkeypatch) -> None:
+    """They would be measured, fail, and be kept as failures."""
+
+    def finds_none() -> int:
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+    for name in ("front_end", "is_missing"):
+        monkeypatch.setattr(plans, name, getattr(plans, name).__wrapped__)  # of each module below
+    for version, lacks in ((finds_none, True), (lambda: 91900, False)):
+        monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=version))
+        names = ("cudnn", "cudnn_nd", "grouped_fprop")
+        assert [plans.lacks_library(name) for name in names] == [lacks, lacks, False]
 
 
 def test_a_release_is_major_and_minor() -> None:

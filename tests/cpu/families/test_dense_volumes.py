@@ -25,7 +25,7 @@ LAYER = "rank=3 n=2 c=32 d=48 h=48 w=48 k=32 t=3 r=3 s=3 padding=1"
 REFUSED = (
     "layout=channels_first", "dtype=float32", "groups=2", "c=36", "k=36", "stride=3",
     "dilation=1x1x2", "t=8", "s=8", "c=136 k=136", "t=7 r=7 s=7 c=64 k=64 padding=3",
-    "rank=2 d=1 t=1", "rank=1 d=1 t=1 h=1 r=1",
+    "n=1 c=8 k=8 d=3 h=46341 w=46341", "rank=2 d=1 t=1", "rank=1 d=1 t=1 h=1 r=1",
 )  # fmt: skip
 #: Layers of networks, and some that are unlike these.
 SERVED = (

@@ -21,6 +21,7 @@ BANDED = [f"depthwise_banded_{direction}" for direction in DIRECTIONS]
 LARGE = [f"depthwise_large_{direction}" for direction in DIRECTIONS]
 MULTIPLIED = [f"depthwise_multiplied_{direction}" for direction in DIRECTIONS[1:]]
 DEPTHWISE = [f"depthwise_{direction}" for direction in DIRECTIONS]
+DENSE = ["dense_fprop", "dense_dgrad"]
 GROUPED = ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
 
 
@@ -106,6 +107,11 @@ TYPICAL = [
 ]
 #: Layers without a config: families, a layer that they serve, and changes of it.
 OTHER = [
+    (
+        DENSE,
+        "n=1 c=8 h=56 w=56 k=8 r=3 s=3 padding=1",
+        ["groups=2", "stride=3", "dilation=2", "r=8 padding=4", "c=12", "h=46341 w=46341"],
+    ),
     (
         GROUPED,
         "n=32 c=128 h=56 w=56 k=128 r=3 s=3 groups=16",

@@ -121,6 +121,8 @@ def with_plugins(folder: Path, plugins: str, program: str) -> str:
     of ``docs/adding-a-kernel.md``."""
     (folder / "empty.py").write_text("")
     (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "failing.py").write_text("1 / 0\n")
+    (folder / "unfinished.py").write_text("FAMILY = (\n")
     (folder / "odd.py").write_text("FAMILY = 7\n")
     (folder / "taken.py").write_text(
         "from confpred.families.dense.dense_tiles import FAMILIES as FAMILIES\n"
@@ -154,7 +156,7 @@ def test_a_plugin_that_is_none_is_named(tmp_path: Path) -> None:
     messages = {
         **{
             plugins: f"CONFPRED_FAMILIES='{plugins}' is not allowed"
-            for plugins in ("no_such_module", "empty", "broken")
+            for plugins in ("no_such_module", "empty", "broken", "failing", "unfinished")
         },
         "odd": "a module whose FAMILY is a kernel family of a new name",
         "taken": "a module whose FAMILY is a kernel family of a new name",

@@ -8,8 +8,8 @@ from network_blocks import Around
 from torch import Tensor, nn
 
 import confpred
+from confpred.cudnn import plans
 from confpred.errors import ConfpredError
-from confpred.families import registry
 from confpred.families.protocol import Candidate
 from confpred.predict.choice import Choice
 from confpred.problem.conv import ConvNd
@@ -214,14 +214,13 @@ def test_more_launches_and_a_loss_are_explained(device: str) -> None:
 
 
 def test_what_cudnn_brings_is_said_where_it_is_missing(monkeypatch) -> None:
-    """As if its front end were not installed, and as if it were."""
+    """As if its front end were missing, and as if it were not."""
     model = nn.Sequential(nn.Conv2d(64, 64, 1)).half().eval().to(memory_format=torch.channels_last)
     x = image().half().contiguous(memory_format=torch.channels_last)
-    for found in (None, "there"):
-        # It may be installed here, or not.
-        monkeypatch.setattr(registry, "find_spec", lambda name, found=found: found)
+    for missing in (True, False):
+        monkeypatch.setattr(plans, "is_missing", lambda missing=missing: missing)  # or not, here
         said = [r for r in confpred.explain(model, x, "h100").remarks if "cuDNN's plans" in r]
-        assert len(said) == (found is None)
+        assert len(said) == missing
         assert all("pip install" in each for each in said)
 
 
@@ -231,7 +230,7 @@ def test_plans_of_any_rank_are_cudnns_too(monkeypatch) -> None:
         return [Choice(p, "h100", "predicted", plan, 1.0, pytorch_ms=2.0) for p in problems]
 
     monkeypatch.setattr(choosing, "choose_many", choose)  # no shipped model has these plans
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # it may be installed here
+    monkeypatch.setattr(plans, "is_missing", lambda: True)  # it may be installed here
     explanation = confpred.explain(
         nn.Conv3d(8, 8, 3).half().eval(), torch.rand(1, 8, 9, 9, 9).half()
     )

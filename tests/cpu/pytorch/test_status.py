@@ -20,8 +20,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import confpred
+from confpred.cudnn import plans
 from confpred.errors import InvalidInput
-from confpred.families import registry
 from confpred.families.protocol import Candidate
 from confpred.problem.limits import UNLIMITED
 from confpred.pytorch import backend, status
@@ -104,7 +104,7 @@ def test_a_kernel_that_cannot_be_had_is_not_said_to_run(captured, monkeypatch) -
     (capture,) = status._captures_of(model, model._compiled_call_impl.calls)
     first, second = capture.sites
     monkeypatch.setattr(choosing, "_cache", dict(choosing._cache))  # others keep theirs
-    monkeypatch.setattr(registry, "find_spec", lambda name: "there")  # it may be installed here
+    monkeypatch.setattr(plans, "is_missing", lambda: False)  # it may be, here
     assert not loading.was_refused(first.choice, 0, UNLIMITED)
     launch = ("launch", loading.Assignment.of(first.choice), 0, choosing.limits_for(
         first.problem, UNLIMITED))  # fmt: skip
@@ -113,12 +113,12 @@ def test_a_kernel_that_cannot_be_had_is_not_said_to_run(captured, monkeypatch) -
     assert told.providers == {"pytorch": 1, "cudnn": 1}
     assert told.left.keys() == {"its kernel cannot be had"}
     assert second.is_lowered
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # it may be installed here
+    monkeypatch.setattr(plans, "is_missing", lambda: True)  # it may be installed here
     for provider in ("cudnn", "cudnn_nd"):
         first.choice = replace(first.choice, candidate=Candidate(provider, 1))
         launch = ("launch", loading.Assignment.of(first.choice), *launch[2:])
         choosing.cached(launch, lambda: None)
-        assert capture.reason(first) == "cuDNN's front end is missing"
+        assert capture.reason(first) == "cuDNN's front end is missing, or finds no cuDNN"
 
 
 @pytest.mark.parametrize("how", ["optimize", "torch.compile"])

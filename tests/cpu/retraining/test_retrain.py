@@ -11,10 +11,11 @@ from pathlib import Path
 import made_up_kernel
 import pytest
 import recorded_jobs
+import synthetic
 from synthetic import SMALL, problems
 
 from confpred.cli.update import NOT_BETTER, retrain_and_report, verdict_lines
-from confpred.data.measurements import Measurement, Run
+from confpred.data.measurements import Measurement, Run, problem_of_row
 from confpred.data.parquet import write_rows
 from confpred.data.suites import Entry, Suite, suite_of_calls
 from confpred.errors import DataError, InvalidInput, UnknownDevice
@@ -31,13 +32,16 @@ from confpred.retraining.retrain import (
     Pair,
     Request,
     RetrainingReport,
+    Session,
     check_suite,
     compare,
     pairs_of,
     retrain,
+    save,
 )
 from confpred.sampler.run import Sampling
 from confpred.sampler.store import measured_in
+from confpred.training.cross_validate import without_networks
 
 SUITE = Suite("made-up", tuple(Entry(p, names) for p, names in problems(networks=24)))
 #: A GPU that is in no table.
@@ -94,8 +98,6 @@ def test_the_first_model_of_a_board_answers(published: Path) -> None:
     assert (choice.source, choice.model, choice.is_guess) == ("predicted", folder.name, False)
     card = load_model(folder).card
     assert card.measured_with == {"driver": ["580.1"], "cudnn": ["9.19.0"]}
-    held_out = {name for entry in to_judge_by(SUITE) for name in entry.networks}
-    assert set(card.data.excluded_networks) <= held_out
     assert session(published)["done"]
     assert not list((published / "session").glob("model-*"))
     assert not list(published.rglob("*.tmp"))
@@ -225,6 +227,33 @@ def test_what_tuning_measured_is_learned_from_and_not_measured_again(
     assert {key.problem for key in before} - learned == {judged}
 
 
+def test_no_layer_to_judge_by_is_learned_from_under_another_device_or_name(
+    places: Path, monkeypatch
+) -> None:
+    own, other, judged = places / "own", places / "other", to_judge_by(SUITE)[0].problem
+    rows = list(synthetic.rows(networks=24, configs=2))
+    write_rows(rows, CONVOLUTION, other / "rows-h100.parquet")
+    alone = synthetic.row_of(judged, ("another",), Candidate("grouped_fprop", 0), 1.0)
+    learned = {entry.problem for entry in to_learn_from(SUITE)}
+    mine = [row for row in rows if problem_of_row(row, Problem) in learned]
+    mine = [row | {"device": BOARD.key} for row in [*mine, alone]]
+    write_rows(mine, CONVOLUTION, own / "rows.parquet")
+    save(places / "session", Session(1, None, learning_s=3600.0))
+    given = []
+    # Training begins, which takes long, and its data are seen.
+    monkeypatch.setattr(
+        "confpred.retraining.retrain.train",
+        lambda dataset, *_, exclude=(), **__: given.append((dataset, exclude)) or 1 / 0,
+    )
+    with pytest.raises(ZeroDivisionError):
+        retrain(request_of(places, kept=(own,), data=(other,)))
+    ((dataset, exclude),) = given
+    assert dataset.timings
+    assert [other.device.key for other in dataset.others] == ["h100"]
+    used = {t.problem.layer() for t in without_networks(dataset.everywhere, exclude)}
+    assert used.isdisjoint(entry.problem.layer() for entry in to_judge_by(SUITE))
+
+
 def test_a_suite_without_networks_to_judge_by_is_refused() -> None:
     with pytest.raises(DataError, match="one network in ten"):
         check_suite(Suite("few", SUITE.entries[:1]))
@@ -238,13 +267,14 @@ def test_equal_choices_count_in_proportion_to_what_was_measured() -> None:
     layers = [Problem(n, 64, 14, 14, 64, 3, 3, padding=1, groups=8) for n in range(1, 9)]
     new, other = Candidate("grouped_fprop", 1), Candidate("grouped_fprop", 2)
     picked = [(Entry(p, (f"net{p.n}",)), PYTORCH_OPERATOR, new) for p in layers[:4]]
-    picked += [(Entry(p, (f"net{p.n}",)), other, other) for p in layers[4:]]
+    shared = ("net5", "net7")  # one of which is held out
+    picked += [(Entry(p, shared), other, other) for p in layers[4:]]
     times = {(layers[0], new): 2.0, (layers[0], PYTORCH_OPERATOR): 3.0}
     times |= {(layers[1], new): 2.0, (layers[1], PYTORCH_OPERATOR): 1.0}
     times |= {(layers[2], new): 2.0}  # PyTorch's was not measured
     assert pairs_of(picked, times) == [
         Pair("net1", 3.0, 2.0),
         Pair("net2", 1.0, 2.0),
-        Pair("net5", 1.0, 1.0),
-        Pair("net6", 1.0, 1.0),
+        Pair("net7", 1.0, 1.0),
+        Pair("net7", 1.0, 1.0),
     ]

@@ -91,6 +91,14 @@ def test_rows_wait_for_a_shard_of_some_size(tmp_path):
         assert len(list(tmp_path.glob("rows-*"))) == 1, "nothing is left to write"
 
 
+def test_what_a_killed_sampler_was_writing_is_removed(tmp_path):
+    """Also its control configs; a file that another command writes there stays."""
+    for name in ("rows-x", "anchors-x", "merged"):
+        (tmp_path / f".{name}.parquet.1.tmp").write_bytes(b"half")
+    with open_store(tmp_path, "r", CONVOLUTION):
+        assert [path.name for path in tmp_path.glob(".*.tmp")] == [".merged.parquet.1.tmp"]
+
+
 def test_measured_configs_are_found_by_device_and_kernel(tmp_path):
     rows = [
         ROW,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.device import Device, get_device
 from confpred.training.cross_validate import cross_validate
 from confpred.training.dataset import Dataset, Timings, read_dataset
-from confpred.training.evaluate import folds_of
+from confpred.training.evaluate import folds_of, judge_baselines
 from confpred.training.fit import fit_families
 from confpred.training.train import train
 
@@ -139,6 +140,40 @@ def test_a_family_that_was_measured_for_other_problems_alone_is_not_taken_over()
     assert names == [{"depthwise_fprop", "grouped_fprop"}, {"grouped_fprop"}]
     with pytest.raises(DataError, match="no measurements"):
         fit_families(there, H100, SMALL, 0)
+
+
+def test_a_network_of_another_device_alone_can_be_left_out(both, tmp_path, monkeypatch) -> None:
+    own = tuple(t for t in both.timings if "net6" not in t.networks)
+    assert "net6" in names_of(both.others[0].timings)
+    given: list[Dataset] = []
+    # Training begins, which takes long, and its data are seen.
+    monkeypatch.setattr(
+        "confpred.training.train.cross_validate", lambda data, *_: given.append(data) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        train(replace(both, timings=own), tmp_path / "model", exclude=["net6"], hyper=SMALL)
+    assert "net6" not in names_of(given[0].everywhere)
+
+
+def names_of(measured: Iterable[Timings]) -> set[str]:
+    return {name for t in measured for name in t.networks}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_family_that_one_network_has_here_is_judged_where_it_can_be_learned(shared) -> None:
+    """It can, from another device, where that measured some of the problems of here."""
+    own = [*timings("grouped_fprop", H100, 2.0), *timings("depthwise_fprop", H100, 1.0)[:1]]
+    there = timings("depthwise_fprop", H200, 1.0)
+    if not shared:
+        there = [replace(t, problem=replace(t.problem, h=27, w=27)) for t in there]
+    data = dataset(H100, own, (dataset(H200, there),))
+    folds = folds_of(data, 4, 0)
+    judged = [t for fold in folds for t in fold.test]
+    assert sum(t.family == "depthwise_fprop" for t in judged) == shared
+    scores, missing = judge_baselines(folds, H100, 0)
+    assert {len(of_method) for of_method in scores.values()} == {len(judged)}
+    assert len(cross_validate(data, folds, SMALL, 0)[0]) == len(judged)
+    assert not missing
 
 
 def test_margins_learn_from_what_other_devices_were_held_out_of(both: Dataset) -> None:

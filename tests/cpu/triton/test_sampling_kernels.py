@@ -48,12 +48,15 @@ def test_a_run_of_a_kernel_is_planned(tmp_path: Path) -> None:
     [
         (["nothing.py:adding", "--shapes", "{shapes}"], "a file and a kernel in it"),
         (["{kernels}:missing", "--shapes", "{shapes}"], "a kernel of .* under confpred.tuned"),
+        (["{failing}:adding", "--shapes", "{shapes}"], r"can be imported \(ValueError: own\)"),
         (["{kernels}:adding"], "suite is missing; allowed: --suite FILE, or KERNEL with --shapes"),
         ([], "suite is missing"),
     ],
 )
 def test_a_kernel_that_is_none_is_named(tmp_path: Path, words: list[str], said: str) -> None:
     places = {"kernels": TESTS / "tuned_kernels.py", "shapes": tmp_path / "shapes.json"}
+    places["failing"] = tmp_path / "failing.py"
+    places["failing"].write_text("raise ValueError('own')")
     told = sample(tmp_path, *(word.format(**places) for word in words), "--plan", "h100")
     assert len(told) == 1
     assert re.search(said, told[0])
