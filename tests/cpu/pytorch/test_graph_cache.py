@@ -26,7 +26,6 @@ from confpred.problem.limits import Limits
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch import backend, graph_cache
 from confpred.pytorch.run import choosing, graphs
-from confpred.sampler import kept
 
 LAST = torch.channels_last
 pytestmark = pytest.mark.keeps_graphs
@@ -232,7 +231,8 @@ def test_answers_that_tuning_keeps_later_make_another_graph(
     find = lambda: graph_cache.identity_of(backend.Options(), [image()], False)  # noqa: E731
     before = find()
     for version in ("570.1", "580.1"):
-        folder = kept.folder_of(H100.key, NORM, version, choosing.cudnn_version())
+        here = choosing.kept_folder(H100, NORM)
+        folder = here.parents[1] / here.parent.name.replace("580.1", version) / here.name
         folder.mkdir(parents=True)
         (folder / "rows-1.parquet").touch()
         assert (find() == before) == (version == "570.1")
