@@ -167,4 +167,4 @@ def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
         kernel = family.launch(problem, rng.choice(legal_rows(family, problem))).kernels[0]
         registers, stack = resources(kernel, arch)
         assert 8 <= registers <= 255
-        assert stack <= 32, kernel
+        assert stack <= 64, kernel
