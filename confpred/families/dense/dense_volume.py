@@ -23,7 +23,7 @@ from confpred.families.table import Described, config_columns, config_table, cro
 from confpred.problem.conv import CONV, MAX_RANK, ConvNd
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import SCRATCH, Launch
+from confpred.problem.operation import Launch
 
 DTYPES = ("float16", "bfloat16")
 MOST_SUMMED, MOST_CHANNELS = 64, 128
@@ -284,12 +284,7 @@ class DenseVolumeWgrad(Described):
             **volume.axis_scalars(pad=p.padding),
             **{name: t[name] for name in (*names, "splits")},
         }
-        step = common.kernel_step(
-            self.name, ("filter_grad", "bias_grad", "out_grad", "in", SCRATCH), defines,
-            t["blocks"], t["block_threads"], t["smem_bytes"], scalars,
-        )  # fmt: skip
-        reduction = common.TWO_KERNELS if t["splits"] > 1 else common.DIRECT
-        return depthwise.with_sums(step, p, t["splits"], reduction)
+        return depthwise.wgrad_launch(self.name, p, defines, t["block_threads"], t, scalars)
 
     def _layout(self, problem: ConvNd, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, how they cut the problem, and the resources and the

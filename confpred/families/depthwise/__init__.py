@@ -8,18 +8,26 @@ axis, any padding, and any of the dtypes; ``depthwise_large.py`` serves larger f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from confpred.families.common import ATOMIC, DIRECT, MAX_INT, TWO_KERNELS, ceil_div, sum_step
+from confpred.families.common import (
+    ATOMIC,
+    DIRECT,
+    MAX_INT,
+    TWO_KERNELS,
+    ceil_div,
+    kernel_step,
+    sum_step,
+)
 from confpred.families.protocol import Array, Columns, Mask
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
-from confpred.problem.operation import Launch, Step
+from confpred.problem.operation import SCRATCH, Launch, Step
 
 MAX_WINDOW = 11
 MAX_STEP = 2  # the largest stride and dilation
@@ -175,6 +183,22 @@ def reductions(splits: Iterable[int]) -> list[tuple[int, int]]:
     """Return each count of blocks that share a channel with each way to add up their sums. One
     block alone has nothing to add."""
     return [(1, DIRECT), *itertools.product(splits, (TWO_KERNELS, ATOMIC))]
+
+
+def wgrad_launch(
+    name: str,
+    problem: ConvNd,
+    defines: tuple[tuple[str, Any], ...],
+    threads: int,
+    t: Mapping[str, int],
+    scalars: Mapping[str, int],
+) -> Launch:
+    """Return the launch of the kernel `name`, whose blocks of `threads` share sums among the
+    ``splits`` of the layout `t`, which has ``blocks`` and ``smem_bytes``, too."""
+    operands = ("filter_grad", "bias_grad", "out_grad", "in", SCRATCH)
+    step = kernel_step(name, operands, defines, t["blocks"], threads, t["smem_bytes"], scalars)
+    splits = t["splits"]
+    return with_sums(step, problem, splits, TWO_KERNELS if splits > 1 else DIRECT)
 
 
 def with_sums(

@@ -16,7 +16,7 @@ from confpred.families.table import Described, config_columns, config_table
 from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import SCRATCH, Launch
+from confpred.problem.operation import Launch
 
 _FIELDS = ("tile", "threads", "splits")
 _WARP = 32
@@ -122,12 +122,7 @@ class LineWgrad(Described):
             "q_tiles": t["tiles_of_row"],
             "splits": t["splits"],
         }
-        operands = ("filter_grad", "bias_grad", "out_grad", "in", SCRATCH)
-        step = common.kernel_step(
-            "line_wgrad", operands, defines, t["blocks"], t["threads"], t["smem_bytes"], scalars
-        )
-        reduction = common.TWO_KERNELS if t["splits"] > 1 else common.DIRECT
-        return depthwise.with_sums(step, p, t["splits"], reduction)
+        return depthwise.wgrad_launch(self.name, p, defines, t["threads"], t, scalars)
 
 
 FAMILY = LineWgrad()

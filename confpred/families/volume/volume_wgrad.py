@@ -16,7 +16,7 @@ from confpred.families.table import Described, config_columns, config_table, cro
 from confpred.problem.conv import CONV, ConvNd
 from confpred.problem.conv2d import dtype_macro
 from confpred.problem.device import Device
-from confpred.problem.operation import SCRATCH, Launch
+from confpred.problem.operation import Launch
 
 _COMPILED = ("vec", "tile_p", "tile_q", "plane_each", "plane_ahead")
 _FIELDS = (*_COMPILED, "lanes_c", "threads", "bands", "splits")
@@ -119,12 +119,7 @@ class VolumeWgrad(Described):
             "lanes_c": t["lanes"],
             **{name: t[name] for name in ("tiles_at_once", "splits")},
         }
-        step = common.kernel_step(
-            self.name, ("filter_grad", "bias_grad", "out_grad", "in", SCRATCH), defines,
-            t["blocks"], t["block_threads"], t["smem_bytes"], scalars,
-        )  # fmt: skip
-        reduction = common.TWO_KERNELS if t["splits"] > 1 else common.DIRECT
-        return depthwise.with_sums(step, p, t["splits"], reduction)
+        return depthwise.wgrad_launch(self.name, p, defines, t["block_threads"], t, scalars)
 
     def _layout(self, problem: ConvNd, rows: Rows | slice = slice(None)) -> dict[str, Array]:
         """Return the fields of some configs, how they cut the problem, and the resources and the
