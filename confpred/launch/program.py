@@ -59,23 +59,15 @@ class Program:
                     part(typed)
 
 
-def on_tensors(
-    bind: Callable[[Launch, Sequence[str]], Callable[[int, Sequence[int]], None]],
-) -> Callable[[Step], Bound]:
-    """Return a function that makes a step's kernel one that takes tensors, given one that binds a
-    launch to the addresses of operands (`confpred.launch.runner.bound`)."""
+def on_tensors(names: Sequence[str], enqueue: Callable[[int, Sequence[int]], None]) -> Bound:
+    """Return `enqueue`, which takes a stream and the addresses of the operands `names`, as a
+    function of tensors that uses the current stream."""
 
-    def bound_to(step: Step) -> Bound:
-        names = tuple(dict.fromkeys(step.operands))
-        enqueue = bind(Launch((step,)), names)
+    def run(operands: Operands) -> None:
+        addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
+        enqueue(torch.cuda.current_stream().cuda_stream, addresses)
 
-        def run(operands: Operands) -> None:
-            addresses = [operands[name].data_ptr() if name in operands else 0 for name in names]
-            enqueue(torch.cuda.current_stream().cuda_stream, addresses)
-
-        return run
-
-    return bound_to
+    return run
 
 
 def multiply(product: Product, operands: Operands, made: dict[View, Tensor]) -> None:

@@ -14,7 +14,7 @@ from confpred.concurrency import submit
 from confpred.cuda import driver
 from confpred.cuda.compiler import CompiledKernel, compile_kernel
 from confpred.cudnn.plans import Plans
-from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Operation
+from confpred.problem.operation import SCRATCH, ZEROED, KernelSpec, Launch, Operation, Step
 from confpred.problem.record import Record
 
 #: Enqueues a launch, given the handle of a CUDA stream and the addresses of the operands.
@@ -122,9 +122,12 @@ class Loader:
         from confpred.launch.program import Program, on_tensors  # imports torch
 
         compile_soon(launch, self._ordinal)
-        program = Program(
-            launch, on_tensors(lambda alone, names: bound(alone, names, self._ordinal))
-        )
+
+        def bind(step: Step) -> Callable[[Any], None]:
+            own = tuple(dict.fromkeys(step.operands))
+            return on_tensors(own, bound(Launch((step,)), own, self._ordinal))
+
+        program = Program(launch, bind)
 
         def enqueue(_: int, tensors: Sequence[Any]) -> None:
             program(dict(zip(names, tensors, strict=True)))

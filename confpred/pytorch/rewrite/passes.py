@@ -145,8 +145,10 @@ def why_not_copied(graph: fx.Graph, static: Collection[int]) -> str | None:
     """Return why inputs cannot be read from dense copies, all but those at `static`, else None."""
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
-        owner = owner_of(node.args[0]) if str(node.target).startswith("aten.as_strided") else node
-        if owner is not node and owner.op == "placeholder" and inputs.index(owner) not in static:
+        if not str(node.target).startswith("aten.as_strided"):
+            continue
+        owner = owner_of(node.args[0])
+        if owner.op == "placeholder" and inputs.index(owner) not in static:
             return "it reads the memory of an input by strides of its own"
     return None
 
