@@ -24,7 +24,7 @@ from confpred.problem.device import Device
 KERNELS, CONFIGS = 4, 4  # of a problem, and of a kernel
 MOST_FLOPS = 2**27
 VIDEO = "rank=3 n=4 c=54 d=8 h=28 w=28 k=54 t=3 r=3 s=3 padding=1 groups=54"
-SCAN = "rank=3 n=2 c=32 d=12 h=28 w=28 k=32 t=3 r=3 s=3 padding=1"
+SCAN = "rank=3 n=2 c=24 d=12 h=28 w=28 k=24 t=3 r=3 s=3 padding=1"
 SPEECH = "n=4 c=96 w=504 k=96 s=31 padding=15 groups=96 layout=channels_first"
 VIDEOS = ("", "stride=1x2x2", "t=5 r=5 s=5 padding=2", "t=7 r=1 s=1")
 SPEECHES = ("", "s=4 padding=3 cut=3", "w=501 stride=2", "s=3 dilation=64 padding=64", "s=64")
@@ -32,7 +32,7 @@ SCANS = (
     "",
     "c=24 k=48 stride=2",
     "t=5 r=5 s=5 padding=2 c=16 k=16",
-    "t=2 r=2 s=2 stride=2 padding=0",
+    "t=2 r=2 s=2 stride=2 padding=0 c=40 k=32",
 )
 LAYERS = [
     (family, change)

@@ -198,12 +198,12 @@ def test_a_pass_that_waits_for_a_backward_pass_says_so_once(caplog) -> None:
 def test_a_ways_memory_does_not_depend_on_the_ways_before_it() -> None:
     """Workspaces of products, which a recording gives back, are in that of each way.
 
-    Each tensor is beyond 10 MiB: PyTorch's allocator reserves 20 MiB for several smaller ones, and
-    what an earlier way left in use decides whether the next one finds room there.
+    Each tensor is below 1 MiB: larger ones share segments of 20 MiB, in which an earlier way leaves
+    room for a later one or none.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 2048)).cuda()
-    subject = ways.Subject(model, (torch.randn(2048, 2048, device="cuda"),))
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).cuda()
+    subject = ways.Subject(model, (torch.randn(256, 256, device="cuda"),))
     every = {name: ways.WAYS[name] for name in ("eager", "again", "optimize")}
     alone = ways.measure(
         subject, {"eager": every["eager"], "optimize": every["optimize"]}, rounds=1
@@ -216,4 +216,4 @@ def test_a_ways_memory_does_not_depend_on_the_ways_before_it() -> None:
         *(after[n]["peak_mb"] for n in ("optimize", "once more")),
     ]
     assert peaks == pytest.approx([peaks[0]] * 3, abs=4)
-    assert min(peaks) > 64  # its weights
+    assert min(peaks) > 8  # a workspace

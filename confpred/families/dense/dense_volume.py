@@ -1,11 +1,12 @@
 """Families of ``kernels/dense_volume.cu`` and ``dense_volume_wgrad.cu``: configs, legality,
 features, launch.
 
-They serve dense channels-last layers of rank 3 of few channels: multiples of 8, of what is summed
-over (the layer's input, and in dgrad its output) at most ``MOST_SUMMED``, as the filter of a
-block's channels and some planes of ``in`` have to stay in shared memory; for a filter's gradient at
-most ``MOST_CHANNELS``. The filter is at most 7x7x7, the stride 1 or 2 along each axis, without
-dilation, float16 or bfloat16.
+They serve dense channels-last layers of rank 3 of few channels: multiples of 8, in or out at most
+``FEW``, as cuDNN's plans win beyond (decision 241), or 32 where the others are no multiple of 16.
+Those summed over (the layer's input, and in dgrad its output) are at most ``MOST_SUMMED``, as the
+filter of a block's channels and some planes of ``in`` have to stay in shared memory; for a filter's
+gradient at most ``MOST_CHANNELS``. The filter is at most 7x7x7, the stride 1 or 2 along each axis,
+without dilation, float16 or bfloat16.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
 DTYPES = ("float16", "bfloat16")
+FEW = {"fprop": 24, "dgrad": 24, "wgrad": 32}
 MOST_SUMMED, MOST_CHANNELS = 64, 128
 MAX_WINDOW = 7
 MAX_STRIDE = 2
@@ -375,11 +377,19 @@ def _handles(problem: ConvNd) -> bool:
         and p.dtype in DTYPES
         and p.c % 8 == 0
         and p.k % 8 == 0
+        and has_few_channels(p)
         and max(p.filter_shape) <= MAX_WINDOW
         and max(p.stride) <= MAX_STRIDE
         and max(prod(p.input_shape[1:]), prod(p.output_shape[1:])) <= common.MAX_INT
         and all(window == 1 or dilation == 1 for window, dilation in axes)
     )
+
+
+def has_few_channels(p: ConvNd) -> bool:
+    """Return whether so few channels go in or out that cuDNN's plans lose; they pad channels that
+    are no multiple of 16."""
+    few, more = sorted((p.c, p.k))
+    return few <= FEW[p.direction] or (few == 32 and more % 16 != 0)
 
 
 def _channels(p: ConvNd) -> tuple[int, int]:
