@@ -48,7 +48,6 @@
 //      35% of arithmetic: n=2 c=32 d=96 h=96 w=96 k=16 t=3 r=3 s=3 rank=3 padding=1 dtype=bfloat16 direction=dgrad
 //   dense_volume_fprop on NVIDIA H200, 2026-11-30
 //      22% of bytes: n=2 c=16 d=16 h=128 w=160 k=32 t=3 r=3 s=3 rank=3 stride=2 padding=1 dtype=bfloat16
-//      22% of bytes: n=2 c=16 d=16 h=128 w=160 k=32 t=3 r=3 s=3 rank=3 stride=2 padding=1 dtype=bfloat16
 //      26% of bytes: n=2 c=16 d=32 h=256 w=320 k=8 t=3 r=3 s=3 rank=3 padding=1 dtype=bfloat16 bias=true
 //                    activation=relu
 #include "common.cuh"

@@ -93,7 +93,7 @@ def layers_of(medians: pa.Table, kind: Any, device: str) -> list[dict[str, Any]]
         floor_ms = facts.roofline_s(problem) * 1e3
         ordered.append((floor_ms / best[problem]["time_ms_approximate_median"], str(problem)))
     ordered.sort()
-    chosen = [ordered[round(q * (len(ordered) - 1))] for q in QUANTILES]
+    chosen = [ordered[i] for i in sorted({round(q * (len(ordered) - 1)) for q in QUANTILES})]
     by_words = {str(problem): problem for problem in largest}
     found = []
     for share, words in chosen:
