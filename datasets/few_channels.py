@@ -222,7 +222,7 @@ def suites(seed: int) -> Iterator[Suite]:
 
 
 def problem_of(use: Use, generator: np.random.Generator) -> ConvNd | None:
-    """Return a problem of a layer, channels last and of 16 bits, if it is small."""
+    """Return a problem of a layer, channels last and of 16 bits, if a kernel computes it."""
     problem = rank_suites.problem_of(use, generator)
     is_fused, is_half = generator.random(2) < (FUSED_SHARE, 0.5)
     if problem is None:
@@ -230,19 +230,7 @@ def problem_of(use: Use, generator: np.random.Generator) -> ConvNd | None:
     plain = {"bias": False, "activation": "none", "residual": False}
     dtype = "float16" if is_half else "bfloat16"
     problem = replace(problem, layout="channels_last", dtype=dtype, **({} if is_fused else plain))
-    return problem if is_small(problem) else None
-
-
-def is_small(p: ConvNd) -> bool:
-    """Whether shared memory holds the filter of a few channels, and planes of an image."""
-    if p.direction == "wgrad":
-        fits = max(p.c, p.k) <= kernels.MOST_CHANNELS
-    else:
-        fits = (p.c if p.direction == "fprop" else p.k) <= kernels.MOST_SUMMED
-    strides = max(p.stride) <= kernels.MAX_STRIDE and max(p.dilation) == 1
-    return (
-        fits and p.c % 8 == p.k % 8 == 0 and max(p.filter_shape) <= kernels.MAX_WINDOW and strides
-    )
+    return problem if kernels.handles(problem) else None
 
 
 def is_wanted(p: ConvNd) -> bool:

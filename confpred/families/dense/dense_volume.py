@@ -27,6 +27,7 @@ from confpred.problem.device import Device
 from confpred.problem.operation import Launch
 
 DTYPES = ("float16", "bfloat16")
+#: Channels in or out, at most, where cuDNN's plans lose (H200).
 FEW = {"fprop": 24, "dgrad": 24, "wgrad": 32}
 MOST_SUMMED, MOST_CHANNELS = 64, 128
 MAX_WINDOW = 7
@@ -96,7 +97,7 @@ class DenseVolume(Described):
 
     def legal(self, problem: ConvNd, device: Device) -> Mask:
         p = problem
-        if p.direction != self.direction or not _handles(p) or _channels(p)[0] > MOST_SUMMED:
+        if p.direction != self.direction or not (handles(p) and has_few_channels(p)):
             return np.zeros(len(self.configs), np.bool_)
         t, (_, height, width) = self._layout(p), _results(p)
         lattices = _lattices(p)
@@ -245,7 +246,7 @@ class DenseVolumeWgrad(Described):
 
     def legal(self, problem: ConvNd, device: Device) -> Mask:
         p = problem
-        if p.direction != "wgrad" or not _handles(p) or max(p.c, p.k) > MOST_CHANNELS:
+        if p.direction != self.direction or not (handles(p) and has_few_channels(p)):
             return np.zeros(len(self.configs), np.bool_)
         t = self._layout(p)
         legal: Mask = (
@@ -366,9 +367,10 @@ class DenseVolumeWgrad(Described):
         }
 
 
-def _handles(problem: ConvNd) -> bool:
-    """Return whether `problem` is a layer that the kernels compute, if it has few channels."""
+def handles(problem: ConvNd) -> bool:
+    """Return whether `problem` is a layer that the kernels compute, though plans may be faster."""
     p = problem
+    staying = max(p.c, p.k) if p.direction == "wgrad" else _channels(p)[0]  # in shared memory
     axes = zip(p.filter_shape, p.dilation, strict=True)
     return (
         p.rank == MAX_RANK
@@ -377,7 +379,7 @@ def _handles(problem: ConvNd) -> bool:
         and p.dtype in DTYPES
         and p.c % 8 == 0
         and p.k % 8 == 0
-        and has_few_channels(p)
+        and staying <= (MOST_CHANNELS if p.direction == "wgrad" else MOST_SUMMED)
         and max(p.filter_shape) <= MAX_WINDOW
         and max(p.stride) <= MAX_STRIDE
         and max(prod(p.input_shape[1:]), prod(p.output_shape[1:])) <= common.MAX_INT

@@ -98,6 +98,16 @@ def test_the_channels_that_stay_in_shared_memory_are_few(family: Family) -> None
 
 
 @every_family
+def test_layers_that_plans_win_have_none(family: Family) -> None:
+    is_wgrad = family.name.endswith("wgrad")
+    for c, k, few in ((24, 64, True), (32, 32, is_wgrad), (32, 64, is_wgrad), (40, 40, False)):
+        for words in (f"c={c} k={k} stride=2", f"c={k} k={c} stride=2"):
+            problem = parsed(family, words)
+            assert family.legal(problem, H100).any() == few, words
+    assert family.legal(parsed(family, "c=40 k=32"), H100).any()  # plans pad 40 channels
+
+
+@every_family
 def test_nearly_every_config_serves_some_layer(family: Family) -> None:
     met = np.zeros(len(family.configs), np.bool_)
     channels = ((8, 8), (16, 16), (32, 32), (24, 48), (48, 24), (32, 64), (64, 32), (8, 32))
@@ -162,6 +172,7 @@ def test_one_kernel_serves_every_size(family: Family) -> None:
 @every_family
 def test_a_sample_compiles_and_hardly_spills(family: Family, arch: str) -> None:
     rng = random.Random(f"{family.name} {arch}")
+    # The limits of sm_121 are those of sm_120.
     device = next(d for d in KNOWN.values() if d.arch[:5] == arch[:5])
     for words in rng.sample(SERVED, 5):
         problem = parsed(family, f"dtype={rng.choice(DTYPES[:2])} {words}")

@@ -109,14 +109,18 @@ def test_the_whole_result_is_of_the_committed_measurements() -> None:
 
 
 def test_shares_count_the_layers_of_the_most_bytes() -> None:
-    for family in result()["families"].values():
+    fewer = set()
+    for name, family in result()["families"].items():
         shown = [layer["share"] for layer in family["layers"]]
         problems = {layer["problem"] for layer in family["layers"]}
-        assert 1 < len(problems) == len(shown) <= len(shares.QUANTILES)
+        assert 1 < len(problems) == len(shown)
+        if len(shown) != len(shares.QUANTILES):
+            fewer.add(name)
         assert shown == sorted(shown)
         assert 0 < shown[0] <= shown[-1] < 1.1
         for layer in family["layers"]:
             assert layer["share"] == pytest.approx(layer["floor_ms"] / layer["time_ms"], rel=0.02)
+    assert fewer == {"dense_volume_fprop"}  # two layers of its hold-out
 
 
 def bodies(text: str) -> list[str]:
