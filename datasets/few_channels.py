@@ -1,5 +1,5 @@
-"""Makes the suites of dense volumes of few channels: from the networks of `rank_suites.py`, and
-from further ones, medical and stereo, written down here.
+"""Makes the suites of dense volumes of few channels, and of some dozens: from the networks of
+`rank_suites.py`, and from further ones, medical and stereo, written down here.
 
     python datasets/few_channels.py    suites/few_channels/*.json
 """
@@ -20,7 +20,7 @@ from rank_layers import Net, Network
 from rank_suites import NETWORKS, Use, entries_of, shape, uses_of
 from rank_volumes import Size, nn_unet, seg_resnet, unet_3d
 
-from confpred.data.suites import Suite, write_suite
+from confpred.data.suites import Entry, Suite, write_suite
 from confpred.families.dense import dense_volume as kernels
 from confpred.problem.conv import ConvNd
 
@@ -201,7 +201,8 @@ def main(seed: int, out: Path) -> None:
 
 
 def suites(seed: int) -> Iterator[Suite]:
-    """Yield a training suite and a hold-out, which have no layer in common."""
+    """Yield a training suite and a hold-out, which have no layer in common, and one of each of what
+    was drawn with them that cuDNN's plans compute."""
     held_out = {*rank_suites.HELD_OUT, *HELD_OUT_DENSE, *HELD_OUT}
     uses = {
         name: [use for use in uses_of(network) if is_wanted(use.layer.problem)]
@@ -217,8 +218,11 @@ def suites(seed: int) -> Iterator[Suite]:
         }
         generator = np.random.default_rng([seed, 3, apart])
         entries = entries_of(chosen, {3: (count, 0)}, held, generator, problem_of)
-        few = (entry for entry in entries if kernels.has_few_channels(entry.problem))
-        yield Suite(f"few-channels-{part}", tuple(few))
+        of_kernels: dict[bool, list[Entry]] = {True: [], False: []}
+        for entry in entries:
+            of_kernels[kernels.has_few_channels(entry.problem)].append(entry)
+        yield Suite(f"few-channels-{part}", tuple(of_kernels[True]))
+        yield Suite(f"few-channels-plans_{part}", tuple(of_kernels[False]))
 
 
 def problem_of(use: Use, generator: np.random.Generator) -> ConvNd | None:

@@ -1,5 +1,5 @@
 """The suites of dense volumes of few channels: layers that the kernels serve, in each direction,
-apart from what is held out."""
+apart from what is held out, and those of more channels that were drawn with them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from confpred.data.suites import read_suite
 from confpred.problem.conv2d import DIRECTIONS
 
 NAMES = ("training", "holdout")
+PLANS = tuple(f"plans_{name}" for name in NAMES)  # of the layers that no kernel serves
 #: Channels and sizes at the end of a network on its first input.
 ENDS = {
     "attention_unet": (3, 96, 160, 160), "seg_resnet_8": (3, 224, 224, 144),
@@ -30,11 +31,12 @@ def scripts(script):
 @pytest.fixture(scope="module")
 def shipped(repository):
     folder = repository / "datasets" / "suites" / "few_channels"
-    return {name: read_suite(folder / f"{name}.json").entries for name in NAMES}
+    return {name: read_suite(folder / f"{name}.json").entries for name in (*NAMES, *PLANS)}
 
 
 def test_the_files_are_those_that_the_command_writes(scripts, made_again):
-    assert sorted(made_again(scripts.main, "few_channels")) == ["holdout.json", "training.json"]
+    names = {f"{name}.json" for name in (*NAMES, *PLANS)}
+    assert {*made_again(scripts.main, "few_channels")} == names
 
 
 def test_the_layers_of_a_network_lead_to_its_end(scripts):
@@ -45,7 +47,8 @@ def test_the_layers_of_a_network_lead_to_its_end(scripts):
 
 
 def test_no_layer_and_no_network_of_the_holdout_is_trained_on(repository, scripts, shipped):
-    trained, held = [*shipped["training"]], shipped["holdout"]
+    pairs = zip(NAMES, PLANS, strict=True)
+    trained, held = ([e for name in pair for e in shipped[name]] for pair in pairs)
     for name in ("rank/other_training", "rank_dense/training"):
         trained += read_suite(repository / "datasets" / "suites" / f"{name}.json").entries
     names = [{name for e in entries for name in e.networks} for entries in (trained, held)]
@@ -56,7 +59,8 @@ def test_no_layer_and_no_network_of_the_holdout_is_trained_on(repository, script
 
 def test_kernels_serve_all_of_them_in_each_direction(shipped):
     every = set(product(DIRECTIONS, ("float16", "bfloat16")))
-    for name, entries in shipped.items():
+    for name in NAMES:
+        entries = shipped[name]
         problems = [entry.problem for entry in entries]
         assert len(problems) == len(set(problems))
         served = {
@@ -67,6 +71,14 @@ def test_kernels_serve_all_of_them_in_each_direction(shipped):
         assert ways == every - ({("fprop", "float16")} if name == "holdout" else set())
         assert {p.activation != "none" for p in problems if p.direction == "fprop"} == {True, False}
     assert (len(shipped["training"]), len(shipped["holdout"])) == (63, 18)
+
+
+def test_no_kernel_serves_the_layers_that_plans_compute(shipped):
+    for name, count in zip(PLANS, (97, 30), strict=True):
+        problems = {entry.problem for entry in shipped[name]}
+        assert len(problems) == len(shipped[name]) == count
+        assert {p.direction for p in problems} == {*DIRECTIONS}
+        assert not any(f.legal(p, H100).any() for p in problems for f in DENSE_VOLUMES.values())
 
 
 def test_the_readme_counts_them(repository, scripts, shipped):
