@@ -227,7 +227,7 @@ def group_norms(result: dict[str, Any]) -> str:
 #: Results that a device may lack.
 OPTIONAL = (
     *("broad.json", "captured_networks.json", "group_norm.json", "layer_kinds.json"),
-    *("losses.json", "networks.json", "networks_cold.json", "sampling_plans.json"),
+    *("losses.json", "networks.json", "broad_first.json", "sampling_plans.json"),
 )
 #: Table -> the result of every device, and the function that makes the table from them by device.
 _OF_DEVICES: dict[str, tuple[str, Callable[[Results], str]]] = {

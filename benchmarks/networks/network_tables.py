@@ -111,24 +111,18 @@ def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markd
     return markdown([heads[i] for i in kept], cut) if whole else ""
 
 
-def costs(warm: dict[str, Any] | None, cold: dict[str, Any] | None, markdown: Markdown) -> str:
-    """Tabulate first steps, in seconds, at the largest batch of a network."""
-    names = ("eager", "optimize", "compile")
-    shown = {"eager": "eager"} | WAYS
-    heads = ["first step of"]
-    heads += [f"{shown[way]}, {kind}, s" for way in names for kind in ("cold", "warm")]
-    results = [_of_largest_batch(each["rows"] if each else []) for each in (cold, warm)]
+def first_steps(result: dict[str, Any], markdown: Markdown) -> str:
+    """Tabulate first steps, and the memory of later ones, each way in processes of its own."""
+    ways = {way: WAYS[way] for way in ("optimize", "compile", "reduce-overhead")}
+    figures = {"cold_s": "cold, s", "first_s": "warm, s", "peak_mb": "peak, MiB"}
+    heads = ["step", *(f"{name}: {what}" for what in figures.values() for name in ways.values())]
     rows = []
     for mode in MODES:
-        both = [[ways for key, ways in found.items() if key[1] == mode] for found in results]
-        cells = [mode]
-        for way in names:
-            for networks in both:
-                first = [
-                    ways[way]["first_s"] for ways in networks if "first_s" in ways.get(way, {})
-                ]
-                cells.append(f"{statistics.median(first):.1f}" if first else "")
-        rows.append(cells)
+        for (network, _), found in _by_step(result["rows"], mode):
+            cells = [found.get(way, {}).get(figure) for figure in figures for way in ways]
+            digits = [1] * len(cells[: 2 * len(ways)]) + [0] * len(ways)
+            shown = [f"{x:.{n}f}" if x else "" for x, n in zip(cells, digits, strict=True)]
+            rows.append((f"{network}, {mode}", *shown))
     return _filled(heads, rows, markdown)
 
 
@@ -193,16 +187,6 @@ def _by_step(rows: Sequence[Row], mode: str) -> list[tuple[tuple[str, int], dict
     return sorted(found.items())
 
 
-def _of_largest_batch(rows: Sequence[Row]) -> dict[tuple[str, str, int], dict[str, Row]]:
-    found: dict[tuple[str, str, int], dict[str, Row]] = {}
-    for mode in MODES:
-        for (network, batch), row in _by_step(rows, mode):  # batches ascend
-            for other in [key for key in found if key[:2] == (network, mode)]:
-                del found[other]
-            found[network, mode, batch] = row
-    return found
-
-
 def _values(rows: Iterable[Row], way: str, field: str) -> list[float]:
     found = (row.get(field) for row in rows if row["way"] == way)
     return [value for value in found if value is not None]
@@ -229,7 +213,7 @@ def _pair(values: Sequence[float]) -> str:
 OF_NETWORKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "broad": (("broad.json",), broad),
     "networks": (("networks.json",), summary),
-    "networks-costs": (("networks.json", "networks_cold.json"), costs),
+    "first-steps": (("broad_first.json",), first_steps),
     "losses": (("losses.json",), losses),
     "captured-networks": (("captured_networks.json",), captured),
     "unknown-board": (("unknown_board.json",), unknown),

@@ -15,9 +15,10 @@ timed in it, in turns (`confpred.pytorch.ways`). *Wall time* is of the step as a
 way; *GPU time* is that of one CUDA graph of the whole step. ``again`` is eager once more: its ratio
 is the noise. Each way's first output, in training all gradients, is compared with float32; a way
 that is much further from it than eager PyTorch is recorded as an error. *First step* is the first
-call, compilation included; a way finds what those before it compiled. So ``--first`` measures first
-steps alone, each way in a process of its own, by the kernels that earlier processes compiled
-(``networks_first.json``), or with ``--cold`` by empty caches (``networks_cold.json``).
+call, compilation included; a way finds what those before it compiled and imported. So ``--first``
+measures first steps alone, each way in two processes of its own: with empty caches of kernels
+(``cold_s``), and with what the first one compiled (``first_s``, and memory). What a process's first
+compilation imports is in both.
 
 Most of a run's time is compilation, so ``--ahead N`` fills the caches alone, by N processes at once
 on each GPU. A run after it says ``--compiled``: its first steps find full caches. It forgets what
@@ -39,6 +40,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -123,16 +125,11 @@ BROAD = {
 class Started:
     """A process of ``network_steps.py`` that imports, and waits for its turn at the GPU."""
 
-    def __init__(self, task: dict[str, Any], cold: bool, gpu: int = 0) -> None:
+    def __init__(self, task: dict[str, Any], gpu: int = 0) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.out = Path(self.folder.name) / "out.json"
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if gpu else {})
         environment |= task.get("environment", {})
-        if cold:
-            environment |= {
-                "TORCHINDUCTOR_CACHE_DIR": f"{self.folder.name}/inductor",
-                "CONFPRED_CACHE_DIR": f"{self.folder.name}/kernels",
-            }
         command = [*PROGRAM, json.dumps(task), str(self.out)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -197,8 +194,11 @@ def measure(told: argparse.Namespace) -> None:
     elif told.ahead:
         path = told.out / f"{name}.json"
         compile_ahead(tasks_of(told, json.loads(path.read_text()) if path.exists() else {}), told)
+    elif told.first:
+        with tempfile.TemporaryDirectory() as folder:
+            run(f"{name}_first", partial(first_steps_of, folder), told)
     else:
-        run(name + ("_cold" if told.cold else "_first" * told.first), tasks_of, told)
+        run(name, tasks_of, told)
 
 
 def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> None:
@@ -212,7 +212,7 @@ def compile_ahead(tasks: Sequence[dict[str, Any]], told: argparse.Namespace) -> 
         if left < LEAST_S:
             return
         begun = time.time()
-        found, error = Started(alone, cold=False, gpu=index % told.gpus).finish(left)
+        found, error = Started(alone, index % told.gpus).finish(left)
         print(*(task[k] for k in KEY[:3]), f"{time.time() - begun:.0f} s", not found and error)
 
     with ThreadPoolExecutor(told.ahead * told.gpus) as threads:
@@ -248,7 +248,7 @@ def run(
     def start(gpu: int) -> tuple[dict[str, Any], Started] | None:
         with lock:
             task = waiting.popleft() if waiting else None
-        return None if task is None else (task, Started(task, told.cold, gpu))
+        return None if task is None else (task, Started(task, gpu))
 
     def work(gpu: int) -> None:
         nonlocal result
@@ -261,6 +261,10 @@ def run(
                 process.finish(0)
                 continue
             found, error = process.finish(left)
+            if told.first and found:
+                cold, (found, error) = found, Started(task, gpu).finish(deadline - time.time())
+                for way, figures in (found or {}).items():
+                    figures["cold_s"] = cold[way].get("first_s")
             if error.startswith(STOPPED):
                 print(*(task[k] for k in KEY[:3]), error)
                 continue
@@ -280,7 +284,6 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
     """Return a task a process: each batch, network and mode, of first steps each way, without what
     `result` has."""
     known = {tuple(row[k] for k in KEY) for row in result.get("rows", ()) if told.resume}
-    apart = told.first or told.cold
     steps: list[tuple[str, str, int, tuple[int, ...]]]
     if told.suite == "broad":
         steps = [
@@ -297,10 +300,26 @@ def tasks_of(told: argparse.Namespace, result: dict[str, Any]) -> list[dict[str,
         where = {"network": network, "mode": mode, "batch": batch, "shape": shape}
         where |= {"device": told.device, "rounds": told.rounds, "turn_s": told.turn}
         ways = [w for w in told.ways if w != "freeze" or mode == INFERENCE]
-        for some_ways in [[way] for way in ways] if apart else [ways]:
+        for some_ways in [[way] for way in ways] if told.first else [ways]:
             if not any((network, mode, batch, way) in known for way in some_ways):
                 tasks.append(where | {"ways": some_ways})
     return tasks
+
+
+def first_steps_of(
+    folder: str, told: argparse.Namespace, result: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the tasks, each with caches of its own in `folder`."""
+    return [
+        task
+        | {
+            "environment": {
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}/inductor",
+                "CONFPRED_CACHE_DIR": f"{folder}/{number}/kernels",
+            }
+        }
+        for number, task in enumerate(tasks_of(told, result))
+    ]
 
 
 def some(allowed: Collection[str]) -> Callable[[str], list[str]]:
@@ -338,12 +357,11 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="record that caches are full")
     parser.add_argument("--plot", action="store_true", help="only draw the broad suite's results")
     parser.add_argument("--first", action="store_true", help="first steps alone")
-    parser.add_argument("--cold", action="store_true", help="the same with empty caches of kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
     parser.add_argument("--size", type=int, default=224, help="of images; other sizes are a trial")
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
     told = parser.parse_args(words)
-    if told.first or told.cold:
+    if told.first:
         told.rounds, told.turn = 1, 0.001
     of_suite = BROAD if told.suite == "broad" else NETWORKS
     told.networks = [n for n in told.networks or of_suite if n in of_suite]

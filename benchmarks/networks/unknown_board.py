@@ -191,7 +191,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="a folder of this script alone")
     parser.add_argument("--part", type=lambda p: Path(p).resolve(), help="a learned model's folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="as in benchmarks/results/h100")
-    parser.set_defaults(device="cuda", gpus=1, cold=False, compiled=False)
+    parser.set_defaults(device="cuda", gpus=1, first=False, compiled=False)
     return parser.parse_args(words)
 
 

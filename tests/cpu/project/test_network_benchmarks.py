@@ -113,6 +113,16 @@ def test_a_trial_runs_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow(reason="a network is captured by two processes, one after the other")
+def test_a_first_step_is_measured_with_empty_caches_and_with_what_it_compiled(
+    repository: Path, tmp_path: Path
+) -> None:
+    words = "--device cpu --size 32 --networks resnet18 --modes inference --batches 2 --first"
+    _trial(repository, tmp_path, networks, f"{words} --ways compile")
+    (row,) = json.loads((tmp_path / "out" / "networks_first.json").read_text())["rows"]
+    assert 0 < row["first_s"] < row["cold_s"]  # or the second process found nothing
+
+
 @pytest.mark.slow(reason="two networks are captured beside each other")
 def test_what_is_compiled_ahead_is_not_measured(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +171,17 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
     ]
 
 
+def test_first_steps_are_shown_beside_those_of_torch_compile() -> None:
+    rows = [
+        _row("a", "optimize", cold_s=20.04, first_s=3.0, peak_mb=300.0),
+        _row("a", "compile", cold_s=30.0, first_s=5.0, peak_mb=400.0),
+        _row("b", "optimize", error="out of memory"),
+    ]
+    assert _lines("first-steps", {"rows": rows}) == [
+        "| a, training | 20.0 | 30.0 | 3.0 | 5.0 | 300 | 400 |"
+    ]
+
+
 @pytest.mark.slow(reason="a network is captured in training")
 def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: Path) -> None:
     """cuDNN's algorithms are nothing to it: eager twice is the same there, to the bit."""
@@ -174,7 +195,7 @@ def test_losses_are_compared_with_eagers_on_the_cpu(repository: Path, tmp_path: 
 
 
 def test_a_result_not_measured_yet_leaves_its_tables_empty(tmp_path: Path) -> None:
-    for name in ("networks", "networks-costs"):
+    for name in ("networks", "first-steps"):
         text = f"<!-- table:h100-{name} -->\n<!-- /table -->\n"
         assert tables.filled(text, tmp_path) == text
 
@@ -202,7 +223,9 @@ def test_first_steps_alone_take_a_process_each() -> None:
     row = {"network": "resnet50", "mode": "training", "batch": 1}
     tasks = networks.tasks_of(told, {"rows": [row | {"way": "eager"}]})
     assert [(task["ways"], task["rounds"]) for task in tasks] == [(["optimize"], 1)]
-    assert [task["ways"] for task in networks.tasks_of(told, {})] == [["eager"], ["optimize"]]
+    tasks = networks.first_steps_of("folder", told, {})
+    assert [task["ways"] for task in tasks] == [["eager"], ["optimize"]]
+    assert len({path for task in tasks for path in task["environment"].values()}) == 4
 
 
 def test_a_way_without_a_part_is_not_a_graph_that_was_kept_with_it(
