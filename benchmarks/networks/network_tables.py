@@ -52,8 +52,8 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     """Tabulate the default way on networks of many kinds, over eager and over what PyTorch offers:
     its compiler with CUDA graphs in wall time, its compiler in GPU time."""
     heads = (
-        "networks: geomean, least", "steps", "wall time over eager", "over `reduce-overhead`",
-        "GPU time over Inductor", "eager over itself",
+        "networks: geomean, least", "steps; compared", "wall time over eager",
+        "over `reduce-overhead`", "GPU time over Inductor", "eager over itself",
     )  # fmt: skip
     fields = ("over_eager", "over_reduce-overhead", "graph_over_compile")
     rows = result["rows"]
@@ -64,7 +64,10 @@ def broad(result: dict[str, Any], markdown: Markdown) -> str:
     cells = []
     for name, group in groups.items():
         means = [_pair(_values(group, "optimize", field)) for field in fields]
+        compared = len(_values(group, "optimize", fields[1]))
         counted = _count(group, "optimize")
+        if compared < len(_values(group, "optimize", fields[0])):
+            counted += f"; {compared}"
         cells.append((name, counted if counted != "0" else "", *means, _noise(group)))
     return _filled(heads, cells, markdown)
 
@@ -112,18 +115,16 @@ def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markd
 
 
 def first_steps(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate first steps, and the memory of later ones, each way in processes of its own."""
-    ways = {way: WAYS[way] for way in ("optimize", "compile", "reduce-overhead")}
-    figures = {"cold_s": "cold, s", "first_s": "warm, s", "peak_mb": "peak, MiB"}
-    heads = ["step", *(f"{name}: {what}" for what in figures.values() for name in ways.values())]
+    """Tabulate first steps, in seconds, of those that both ways were measured of."""
+    ways, kinds = ("optimize", "compile"), {"cold_s": "cold", "first_s": "warm"}
+    heads = [f"{WAYS[way]}, {kind}" for kind in kinds.values() for way in ways]
     rows = []
     for mode in MODES:
         for (network, _), found in _by_step(result["rows"], mode):
-            cells = [found.get(way, {}).get(figure) for figure in figures for way in ways]
-            digits = [1] * len(cells[: 2 * len(ways)]) + [0] * len(ways)
-            shown = [f"{x:.{n}f}" if x else "" for x, n in zip(cells, digits, strict=True)]
-            rows.append((f"{network}, {mode}", *shown))
-    return _filled(heads, rows, markdown)
+            seconds = [found.get(way, {}).get(figure) for figure in kinds for way in ways]
+            if all(seconds):
+                rows.append((f"{network}, {mode}", *(f"{each:.1f}" for each in seconds)))
+    return _filled(["step", *heads], rows, markdown)
 
 
 def losses(result: dict[str, Any], markdown: Markdown) -> str:

@@ -17,8 +17,8 @@ is the noise. Each way's first output, in training all gradients, is compared wi
 that is much further from it than eager PyTorch is recorded as an error. *First step* is the first
 call, compilation included; a way finds what those before it compiled and imported. So ``--first``
 measures first steps alone, each way in two processes of its own: with empty caches of kernels
-(``cold_s``), and with what the first one compiled (``first_s``, and memory). What a process's first
-compilation imports is in both.
+(``cold_s``), and with what the first one compiled (``first_s``, and memory). Both include what a
+process's first compilation imports.
 
 Most of a run's time is compilation, so ``--ahead N`` fills the caches alone, by N processes at once
 on each GPU. A run after it says ``--compiled``: its first steps find full caches. It forgets what

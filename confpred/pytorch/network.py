@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import sys
@@ -37,6 +38,7 @@ Model = TypeVar("Model", bound=nn.Module)
 #: An attribute of modules whose value PyTorch calls in place of `_call_impl`, and the code of the
 #: method that calls it.
 _CALL, _CALLER = "_compiled_call_impl", nn.Module._wrapped_call_impl.__code__
+_frames = itertools.count()
 #: Largest difference of the optimized output, as a part of the output's norm. A fold rounds once
 #: more or once less, and another algorithm adds in another order.
 TOLERANCE = {
@@ -311,16 +313,17 @@ def _subclass_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def own_frame(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls `model`, with code of its own.
+    """Return a function that calls `model`, with code and a name of its own.
 
     Dynamo keeps a limited number of graphs for each code object, and looks into no function of
     ``torch.nn``: many models of one class, or of PyTorch's containers alone, need their own frame.
+    It also leaves sizes open that differ between calls of one name and line.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    code = call.__code__.replace(co_name="call")
+    code = call.__code__.replace(co_name=f"call_{next(_frames)}")
     return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 

@@ -354,6 +354,15 @@ def test_sizes_that_change_are_captured_again(captured) -> None:
 
 
 @torch.no_grad()
+def test_a_model_has_no_open_sizes_because_another_had_other_inputs(captured) -> None:
+    """A GAN's generator and its critic, or networks that are compared with one another."""
+    for x in (image()[:, :, 0, 0], image(), image(3)):
+        layer = nn.Linear(x.shape[1], 4) if x.dim() == 2 else nn.Conv2d(x.shape[1], 4, 3)
+        model = confpred.optimize(nn.Sequential(layer), x)
+        assert "open sizes" not in str(confpred.status(model))
+
+
+@torch.no_grad()
 def test_hooks_that_are_added_later_run(captured) -> None:
     """Dynamo's guards do not look for them unless they are told to."""
     before = torch._dynamo.config.skip_nnmodule_hook_guards
