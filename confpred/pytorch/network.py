@@ -180,13 +180,16 @@ class _Optimized(_Call):
     for tensors of other classes, and for good if it cannot be captured.
     """
 
-    def __init__(
-        self, model: nn.Module, capture: Callable[[], Callable[..., Any]], calls: Calls
-    ) -> None:
+    def __init__(self, model: nn.Module, capture: Callable[[], Any], calls: Calls) -> None:
         super().__init__(model)
-        self._capture, self.calls = capture, calls
-        self.captured, self.is_watched = capture(), True
+        self._capture, self.calls, self.is_watched = capture, calls, True
+        self._by_mode: list[Callable[..., Any]] = [capture(), capture()]
         self._note_modules({})
+
+    @property
+    def captured(self) -> Callable[..., Any]:
+        """The captured forward of the model's mode: sizes of a validation open none of training."""
+        return self._by_mode[self._module.training]
 
     def _note_modules(self, kinds: dict[type, list[str]]) -> None:
         """Keep the modules that captures have read; `kinds` are classes of earlier ones, with the
@@ -201,7 +204,7 @@ class _Optimized(_Call):
             self.is_watched = False
             _unwatch_parts(model)
         if _code_of(self._modules, self._kinds) != self._code:
-            self.captured, calls.failed = self._capture(), ""
+            calls.failed, self._by_mode = "", [self._capture(), self._capture()]
             self._note_modules({})
         if kind := _subclass_in(args, kwargs):
             warn_once(f"{type(model).__name__} runs in eager mode for inputs of class {kind}")

@@ -115,6 +115,7 @@ class Capture:
         inputs: sizes and dtypes of the inputs that are no parameters or buffers.
         tensors: the parameters and buffers, unless `calls` tells the model: PyTorch swaps no tensor
             that has a weak reference.
+        is_training: whether it is of the optimized model's training mode.
         frame: number of its frame in Dynamo.
         ended: where a graph break ends it, and why; empty if it covers its forward to the end.
         calls: history of the optimized model's calls, or None.
@@ -134,6 +135,7 @@ class Capture:
 
     inputs: str
     tensors: list[ref[Tensor]]
+    is_training: bool
     frame: int
     ended: str
     calls: Calls | None
@@ -216,7 +218,8 @@ def capture_of(
     frame = getattr(CompileContext.current_compile_id(), "frame_id", None) or 0
     made = Capture(
         " and ".join(texts) + sizes or "no tensors",
-        [ref(t) for t in fixed] if calls is None else [], frame, ended, calls, limits, sites,
+        [ref(t) for t in fixed] if calls is None else [],
+        calls is not None and calls.is_training, frame, ended, calls, limits, sites,
     )  # fmt: skip
     if calls is not None:
         calls.graphs += 1
@@ -345,10 +348,12 @@ def status(model: nn.Module) -> Status:
         raise InvalidInput("model", model, "a torch.nn.Module")
     calls = getattr(model._compiled_call_impl, "calls", None)
     captures = sorted(_captures_of(model, calls), key=lambda c: (c.frame, c.number))
-    frames: dict[int, list[Capture]] = {}
+    modes: dict[bool, dict[int, list[Capture]]] = {}
     for capture in captures:
+        frames = modes.setdefault(capture.is_training, {})
         frames.setdefault(capture.frame, []).append(capture)
-    most = max(frames.values(), key=len, default=[])
+    of_modes = [max(frames.values(), key=len) for frames in modes.values()]
+    most = sorted((c for captures in of_modes for c in captures), key=lambda c: c.number)
     left: dict[str, tuple[str, ...]] = {}
     for name, _, reason in _rows(captures):
         if reason:
@@ -359,14 +364,15 @@ def status(model: nn.Module) -> Status:
     cuts += [text for text in (calls.breaks if calls else ()) if _first(text) not in reasons]
     passes = [p for capture in captures for p in capture.passes]
     return Status(
-        type(getattr(model, "_orig_mod", model)).__name__, how, len(most), len(frames),
+        type(getattr(model, "_orig_mod", model)).__name__, how, len(most),
+        max(map(len, modes.values()), default=0),
         tuple(dict.fromkeys(capture.inputs for capture in most)), tuple(dict.fromkeys(cuts)),
         _providers(captures), {k: tuple(dict.fromkeys(v)) for k, v in left.items()},
         tuple(dict.fromkeys(f"{p.kind}: {p.replay()}" for p in passes)),
         tuple(dict.fromkeys(p.compiler for p in passes)),
         tuple(dict.fromkeys(capture.kept for capture in captures if capture.kept)),
         calls.seconds if calls else sum(capture.seconds for capture in captures),
-        tuple(_remarks(model, calls, captures, len(most))),
+        tuple(_remarks(model, calls, captures, max(map(len, of_modes), default=0))),
     )  # fmt: skip
 
 

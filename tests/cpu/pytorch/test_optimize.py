@@ -362,6 +362,16 @@ def test_a_model_has_no_open_sizes_because_another_had_other_inputs(captured) ->
         assert "open sizes" not in str(confpred.status(model))
 
 
+def test_a_validation_with_another_batch_opens_no_size(captured) -> None:
+    model = confpred.optimize(small())
+    for training, batch in ((True, 2), (False, 5), (True, 2), (False, 5)):
+        with torch.set_grad_enabled(training):
+            model.train(training)(image(batch))
+    found = confpred.status(model)
+    assert "open sizes" not in str(found)
+    assert (found.captures, found.parts) == (2, 1)
+
+
 @torch.no_grad()
 def test_hooks_that_are_added_later_run(captured) -> None:
     """Dynamo's guards do not look for them unless they are told to."""
