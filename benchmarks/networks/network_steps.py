@@ -66,6 +66,8 @@ def main() -> None:
     setting = Setting(task["network"], task["mode"], task["batch"], shape, task["device"])
     model = lively_network(setting)
     torch.backends.cudnn.benchmark = True
+    # Nothing is compiled before the ways: Dynamo leaves sizes open in which two of PyTorch's
+    # containers or functions differ, and `torch.compile` ran a video decoder at half its speed.
     if "tried_plans" in task:
         torch.backends.cudnn.benchmark_limit = task["tried_plans"]
     found = measure(

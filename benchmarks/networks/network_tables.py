@@ -115,7 +115,7 @@ def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markd
 
 
 def first_steps(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate first steps, in seconds, of those that both ways were measured of."""
+    """Tabulate first steps, in seconds, where both ways were measured."""
     ways, kinds = ("optimize", "compile"), {"cold_s": "cold", "first_s": "warm"}
     heads = [f"{WAYS[way]}, {kind}" for kind in kinds.values() for way in ways]
     rows = []

@@ -310,14 +310,9 @@ def first_steps_of(
     folder: str, told: argparse.Namespace, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the tasks, each with caches of its own in `folder`."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "CONFPRED_CACHE_DIR")
     return [
-        task
-        | {
-            "environment": {
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}/inductor",
-                "CONFPRED_CACHE_DIR": f"{folder}/{number}/kernels",
-            }
-        }
+        task | {"environment": {name: f"{folder}/{number}/{name}" for name in names}}
         for number, task in enumerate(tasks_of(told, result))
     ]
 
