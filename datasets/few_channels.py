@@ -20,7 +20,7 @@ from rank_layers import Net, Network
 from rank_suites import NETWORKS, Use, entries_of, shape, uses_of
 from rank_volumes import Size, nn_unet, seg_resnet, unet_3d
 
-from confpred.data.suites import Entry, Suite, write_suite
+from confpred.data.suites import Suite, write_suite
 from confpred.families.dense import dense_volume as kernels
 from confpred.problem.conv import ConvNd
 
@@ -217,12 +217,10 @@ def suites(seed: int) -> Iterator[Suite]:
             if (name in held_out) != apart
         }
         generator = np.random.default_rng([seed, 3, apart])
-        entries = entries_of(chosen, {3: (count, 0)}, held, generator, problem_of)
-        of_kernels: dict[bool, list[Entry]] = {True: [], False: []}
-        for entry in entries:
-            of_kernels[kernels.has_few_channels(entry.problem)].append(entry)
-        yield Suite(f"few-channels-{part}", tuple(of_kernels[True]))
-        yield Suite(f"few-channels-plans_{part}", tuple(of_kernels[False]))
+        entries = [*entries_of(chosen, {3: (count, 0)}, held, generator, problem_of)]
+        for name, few in (("", True), ("plans_", False)):
+            own = tuple(e for e in entries if kernels.has_few_channels(e.problem) == few)
+            yield Suite(f"few-channels-{name}{part}", own)
 
 
 def problem_of(use: Use, generator: np.random.Generator) -> ConvNd | None:

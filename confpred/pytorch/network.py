@@ -186,10 +186,10 @@ class _Optimized(_Call):
         self._by_mode: list[Callable[..., Any]] = [capture(), capture()]
         self._note_modules({})
 
-    @property
-    def captured(self) -> Callable[..., Any]:
-        """The captured forward of the model's mode: sizes of a validation open none of training."""
-        return self._by_mode[self._module.training]
+    def call_captured(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the captured forward of the model's mode: a validation opens no size of training."""
+        self.calls.is_training = mode = self._module.training
+        return self.calls.of(self._by_mode[mode], *args, **kwargs)
 
     def _note_modules(self, kinds: dict[type, list[str]]) -> None:
         """Keep the modules that captures have read; `kinds` are classes of earlier ones, with the
@@ -212,9 +212,9 @@ class _Optimized(_Call):
             return model._call_impl(*args, **kwargs)
         with convert_frame.compile_lock:
             pass
-        calls.is_training, graphs = model.training, calls.graphs
+        graphs = calls.graphs
         try:
-            return calls.of(self.captured, *args, **kwargs)
+            return self.call_captured(*args, **kwargs)
         except Exception as error:
             if not _is_of_capture(error):
                 raise
@@ -340,8 +340,7 @@ def _compare(
     try:
         model._compiled_call_impl = None
         _initialize(model, args, kwargs)
-        captured = partial(made.calls.of, made.captured)
-        model._compiled_call_impl = captured
+        model._compiled_call_impl = made.call_captured
         try:
             outputs = _results(model, args, kwargs)
         except TorchDynamoException:
@@ -362,7 +361,7 @@ def _compare(
                     " the inputs: %s", name, difference,
                 )  # fmt: skip
                 difference = None
-        model._compiled_call_impl = captured
+        model._compiled_call_impl = made.call_captured
         _results(model, args, kwargs)  # a CUDA graph is recorded at the second captured call
     finally:
         model._compiled_call_impl = call

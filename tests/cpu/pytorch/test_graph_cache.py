@@ -109,6 +109,13 @@ def test_layers_and_choices_are_as_they_were(on_h100: Any, training: bool) -> No
             assert first[name] == second[name], name
 
 
+def test_a_graph_of_training_is_kept_where_inputs_are_given(on_h100: Any) -> None:
+    for expected in ((1, 0), (0, 1)):
+        torch._dynamo.reset()
+        confpred.optimize(network(training=True), image(), inductor=True)
+        assert hits() == expected
+
+
 def layers_of(model: nn.Module, x: Tensor) -> tuple[Any, tuple[int, int]]:
     """Return the text of `confpred.status` of a copy of `model` after a call, and `hits`."""
     torch._dynamo.reset()
