@@ -150,7 +150,7 @@ class Compiler:
                 with suppress(tuning.Measured):
                     compiled = self._compile(gm, example_inputs)
                     break
-                self._begin()
+                self._forget()
             if self.options.verify == NETWORK and self.sites:
                 compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
@@ -263,8 +263,15 @@ class Compiler:
         """Return whether the inputs of the graph show what `fold` says."""
         return fold.check(self._values) == fold
 
-    def _begin(self) -> None:
-        """Forget what was loaded of this graph, where PyTorch's cache had only a part of it."""
+    def _begin(self, graph: fx.Graph) -> None:
+        """Begin with `graph`, which PyTorch's cache has not, or only a part of it: that is
+        forgotten."""
+        if self.inductor and ordinal_of(graph) is not None:
+            inductor.start_workers()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was loaded of this graph."""
         if self._keep is not None:
             for of_graph in (self.sites, self.norms, self.folds, self.capture.passes):
                 of_graph.clear()
@@ -295,7 +302,7 @@ class Compiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
-        self._begin()
+        self._begin(gm.graph)
         steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
@@ -323,7 +330,7 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
-        self._begin()
+        self._begin(joint.graph)
         steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips]
         steps.append(passes.join_silu_gradients)
         choose = self.chooser(joint.graph)

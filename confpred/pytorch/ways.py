@@ -167,7 +167,9 @@ class Subject:
             if self.training:
                 with largest_gradients() as largest:
                     self.loss(model(*self.inputs)).backward()
-                most = max(map(float, largest), default=0.0)
+                # Autocast computes gradients of filters in half precision, too: sums of many.
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                most = max(map(float, [*largest, *(grad.abs().max() for grad in grads)]), default=0)
                 power = math.floor(math.log2(LARGEST / most)) if 0 < most < math.inf else 0
                 subject = replace(self, scale=min(2.0**power, MOST_SCALED))
                 return self.answer(model, None) * subject.scale, subject
@@ -316,7 +318,9 @@ def measure(
             way = _start_way(start, subject, expected, name != "reduce-overhead")
             if name == "eager":
                 allowed = TIMES_AS_FAR * way.difference + SLACK
-            if not way.difference <= allowed:
+            if not math.isfinite(way.difference):
+                raise ValueError(f"its numbers are not finite in {subject.half}")
+            if way.difference > allowed:
                 raise ValueError(f"{way.difference:.3g} away from float32, allowed: {allowed:.3g}")
             ready[name] = way
         except Exception as error:  # of one way; the others still count

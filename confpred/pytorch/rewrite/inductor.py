@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,15 @@ def is_available() -> bool:
             " inductor=False turns this warning off", missing,
         )  # fmt: skip
     return not missing
+
+
+def start_workers() -> None:
+    """Start the processes that compile Inductor's kernels, which takes seconds: without them this
+    process compiles the first kernels, one after another."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    with suppress(Exception):  # Inductor says itself what is wrong, where it compiles
+        maybe_warm_pool()
 
 
 def decompose(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -68,10 +68,27 @@ def test_a_ratio_is_of_times_of_one_round() -> None:
         ratio([1.0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize(("size", "scale"), [(1e-8, 2.0**16), (1.0, 2.0**12), (1e6, 2.0**-8)])
+@pytest.mark.parametrize(("size", "scale"), [(1e-8, 2.0**16), (0.9, 2.0**11), (1e6, 2.0**-9)])
 def test_gradients_are_scaled_into_what_float16_holds(size: float, scale: float) -> None:
     subject = replace(
         _subject(training=True, loss=lambda x: size * x.float().sum()), half=torch.float16
     )
     assert subject.reference()[1].scale == scale
     assert _measured(subject)["eager"]["difference"] < 0.01
+
+
+def test_gradients_of_filters_are_scaled_too() -> None:
+    """They are sums over all images and positions, and in half precision under autocast."""
+    subject = Subject(
+        nn.Conv2d(1, 1, 1, bias=False), (torch.ones(1, 1, 64, 64),), training=True,
+        loss=lambda x: x.float().sum(), half=torch.float16,
+    )  # fmt: skip
+    assert _measured(subject)["eager"]["difference"] < 0.01
+
+
+def test_numbers_that_are_not_finite_are_an_error_of_eager_mode_too() -> None:
+    """Their distance from float32 is infinite, and each way would be within it."""
+    subject = replace(_subject(), half=torch.float16)
+    subject = replace(subject, inputs=(1e6 * subject.inputs[0],))
+    found = _measured(subject, again=lambda model: model)
+    assert all("not finite in torch.float16" in way["error"] for way in found.values())
