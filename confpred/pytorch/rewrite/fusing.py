@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from confpred.predict.choice import Choice
+from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import causal, following, sites
@@ -202,10 +203,11 @@ def _replace(
     if not is_one:
         if not has_pass:
             _spell_out(chain.norm)
-        if not has_pass or len(chain.nodes) == 1:
+        is_read = isinstance(out, Tensor) and out.dtype in DTYPES and is_channels_last(out)
+        if not has_pass or len(chain.nodes) == 1 or not is_read:
+            if site.is_image:
+                _convolve_image(node, site, constraints, compiled=not has_pass)
             return  # Inductor's pass follows, or nothing
-        if not isinstance(out, Tensor) or out.dtype not in DTYPES or not is_channels_last(out):
-            return
     is_norm, scale = node.target is following.FIXED_NORM, None
     x, weight, bias = (node.args[0], None, None) if is_norm else node.args[:3]
     if chain.norm is not None and is_one:
@@ -359,7 +361,10 @@ def lower_convolutions(
 def _replace_convolution(
     node: fx.Node, own: list[sites.Site], constraints: choosing.Constraints, compiled: bool
 ) -> None:
-    if not any(site.is_lowered for site in own):
+    if not any(site.is_lowered or site.is_image for site in own):
+        return
+    if own[0].is_image and node.target is sites.CONVOLUTION:
+        _convolve_image(node, own[0], constraints, compiled)
         return
     if compiled and node.target is sites.CONVOLUTION_BACKWARD:
         _sum_apart(node, own)
@@ -369,6 +374,33 @@ def _replace_convolution(
         put_in_place(node, confpred.conv2d.default, (x, weight, None, bias, None, call))
     else:
         put_in_place(node, confpred.conv2d_backward.default, (*node.args[:3], call))
+
+
+def _convolve_image(
+    node: fx.Node, site: sites.Site, constraints: choosing.Constraints, compiled: bool
+) -> None:
+    """Replace a convolution of PyTorch's of a line by confpred's operator, which runs it as one of
+    images; the bias is added behind it where `compiled`, as Inductor fuses that."""
+    x, weight, bias = node.args[:3]
+    problem: Any = replace(site.problem, activation="none", residual=False)  # type: ignore[type-var]
+    apart = compiled and bias is not None and not library.is_one_operator(problem)
+    problem = replace(problem, bias=bias is not None and not apart)
+    site.problem = problem.as_conv2d() or problem if isinstance(problem, ConvNd) else problem
+    operands = (x, weight, None, None if apart else bias, None)
+    call = sites.call_of(node, [site], constraints)
+    new = put_in_place(node, confpred.conv2d.default, (*operands, call))
+    if not apart:
+        return
+    readers, val = [*new.users], val_of(bias)
+    with node.graph.inserting_after(new):
+        column = node.graph.call_function(aten.unsqueeze.default, (bias, 1))
+    with node.graph.inserting_after(column):
+        out = node.graph.call_function(aten.add.Tensor, (new, column))
+    with val.fake_mode:
+        column.meta = new.meta | {"val": val.unsqueeze(1)}
+    out.meta = dict(new.meta)
+    for reader in readers:
+        reader.replace_input_with(new, out)
 
 
 def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:

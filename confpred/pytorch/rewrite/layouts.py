@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from confpred.launch.assignment import Assignment
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import sites
 from confpred.pytorch.rewrite.matches import copy_ms
@@ -29,6 +30,7 @@ from confpred.pytorch.run.loading import (
     layout_of,
     lies_channels_last,
 )
+from confpred.pytorch.run.norms import layout_read
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
 Values = dict[fx.Node, Any]  # fake results of nodes, with the strides after a rewrite
@@ -259,20 +261,47 @@ def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...
 
 
 def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
-    """Let a convolution of lines or volumes read them in the layout that it was chosen for, and
-    dense: Inductor's copy is faster than the operator's own. Return whether the strides of the
-    result of `node` may be others than PyTorch's."""
-    if not _is_of_another_rank(node):
-        return node.target in _NORMS
-    call: Any = node.args[-1]
-    problems = [hint.problem for hint in Call.read(call).hints if hint is not None]
-    if problems:  # else PyTorch's operator computes it
-        layout = getattr(problems[0], "layout", "channels_last")
-        # One image is read forward; two backward, the gradient of the output and the input.
-        for source in node.all_input_nodes[: _CONFPRED_CONVOLUTIONS.index(node.target) + 1]:
-            if layout_of(vals[source]) != layout or not is_dense(vals[source], layout):
-                _copy_dense(source, layout, vals, made, node)
-    return True
+    """Let a node read lines, volumes and what is normalised as its operator does, and dense:
+    Inductor's copy is several times as fast as the operator's own. Return whether the strides of
+    the result of `node` may be others than PyTorch's."""
+    if node.target is aten.add.Tensor:
+        _put_channels_last_first(node, vals)
+    images, layout = _images_read(node)
+    for source in images:
+        if not is_dense(vals[source], layout):
+            _copy_dense(source, layout, vals, made, node)
+    return _is_of_another_rank(node) or node.target in _NORMS
+
+
+def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
+    """Let a sum of lines lie channels last where a convolution has brought one of the two there: it
+    lies as its first operand does, and each of a chain of residual blocks would be copied."""
+    first, second = node.args
+    if node.kwargs or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return
+    x, y = vals[first], vals[second]
+    is_moved = _has_new_strides(val_of(second), y) and x.dim() == 3 and x.shape == y.shape
+    if is_moved and layout_of(y) == "channels_last" != layout_of(x):
+        node.args = (second, first)
+
+
+def _images_read(node: fx.Node) -> tuple[list[Any], str]:
+    """Return what `node` reads in one layout, and that; nothing where it reads any."""
+    target, text = node.target, node.args[-1:]
+    for pair in (_NORMS, _CONFPRED_CONVOLUTIONS, _CONVOLUTIONS):
+        if target in pair:  # an image forward; backward the gradient of the output, and the input
+            images = list(node.args[: 1 + pair.index(target)])
+    if target in _NORMS:
+        residual = node.args[3 + _NORMS.index(target)]
+        images += [] if residual is None else [residual]
+        return images, layout_read(Assignment.read(*text).problem)
+    if _is_of_another_rank(node):
+        problems = [hint.problem for hint in Call.read(*text).hints if hint is not None]
+        if problems:  # else PyTorch's operator computes it
+            return images, getattr(problems[0], "layout", "channels_last")
+    if target in _CONVOLUTIONS and val_of(node.args[0]).dim() == 3:
+        return images, "channels_first"
+    return [], ""
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:

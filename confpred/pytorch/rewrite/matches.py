@@ -73,11 +73,12 @@ class Layouts:
     """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
 
     def __init__(self) -> None:
-        self._there: set[tuple[fx.Node, str]] = set()  # nodes that exist in a layout so far
+        self._there: dict[fx.Node, list[str]] = {}  # of nodes so far: their own, then of copies
 
     def settle(self, match: Match, choices: Choices) -> None:
         """Set the problems and choices of `match` to those of the layout that is predicted to take
-        less time. The input's own layout is kept unless a kernel runs in the other one. So is that
+        less time. The input's own layout is kept unless a kernel runs in the other one, or PyTorch
+        computes lines as images there. So is that
         of a dense volume, which gains little, while a grouped layer of PyTorch's behind it would
         lose more: `layouts.to_channels_last` decides about these."""
         sites = match.sites
@@ -90,16 +91,16 @@ class Layouts:
         best = own
         if of_own is not None and of_other is not None and of_other < of_own:
             others = [choices[site.by_layout[other]] for site in sites]
-            may_change = any(map(_runs_kernel, others)) and not any(map(_is_dense_volume, sites))
+            gains = any(map(_runs_kernel, others)) or all(site.may_be_image for site in sites)
+            may_change = gains and not any(map(_is_dense_volume, sites))
             best = other if may_change else own
         for site in sites:
             site.problem = site.by_layout[best]
             site.choice = choices[site.problem]
-        if any(site.is_lowered for site in sites):
-            # A node's own layout does not count once it is listed, so it is listed with the others.
-            there = [(n, name) for n in match.reads for name in LAYOUTS if self._is_there(n, name)]
-            there += [(node, best) for node in (*match.reads, *match.writes)]
-            self._there.update(there)
+        if any(site.is_lowered or site.is_image for site in sites):
+            for node in match.reads:
+                self._there.setdefault(node, [self._expected(node, {})]).append(best)
+            self._there |= {node: [best] for node in match.writes}
 
     def _cost_ms(self, match: Match, layout: str, choices: Choices) -> float | None:
         """Return the predicted milliseconds of `match` in a layout, with the copies that it needs;
@@ -120,19 +121,28 @@ class Layouts:
         ]  # fmt: skip
         return total + sum(copy_ms(val_of(node), get_device(device_key)) for node in copied)
 
-    def _is_there(self, node: fx.Node, layout: str, depth: int = 0) -> bool:
-        """Return whether `node` is expected in a layout: its own or, of a pointwise operator, that
-        of its source. `depth` counts the operators that were looked through."""
-        if any((node, name) in self._there for name in LAYOUTS):
-            return (node, layout) in self._there
+    def _is_there(self, node: fx.Node, layout: str) -> bool:
+        """Return whether `node` is expected in a layout, or a copy of it is."""
+        return layout in self._there.get(node, [self._expected(node, {})])
+
+    def _expected(self, node: fx.Node, seen: dict[fx.Node, str], depth: int = 0) -> str:
+        """Return the layout that `node` is expected in: its own or, of a pointwise operator, that
+        of its source; a sum of lines lies channels last where one of the two does
+        (`confpred.pytorch.rewrite.layouts`). `depth` counts the operators that were looked through,
+        and `seen` has the answers for them."""
+        if node in self._there:
+            return self._there[node][0]
         # A copy into a memory format is in that one, whatever its source is in.
         keeps = node.kwargs.get("memory_format") in (None, torch.preserve_format)
-        if _is_pointwise(node) and keeps and depth < _FARTHEST:
-            like = val_of(node).shape
-            sources = [n for n in node.all_input_nodes if _shape(n) == like]
-            if sources:
-                return self._is_there(sources[0], layout, depth + 1)
-        return layout_of(val_of(node)) == layout
+        if node not in seen:
+            seen[node] = layout_of(val_of(node))
+            if _is_pointwise(node) and keeps and depth < _FARTHEST:
+                like = val_of(node).shape
+                sources = [n for n in node.all_input_nodes if _shape(n) == like]
+                counted = sources[: 2 if node.target is aten.add.Tensor and len(like) == 3 else 1]
+                found = [self._expected(source, seen, depth + 1) for source in counted]
+                seen[node] = min(found, key=LAYOUTS.index, default=seen[node])
+        return seen[node]
 
     def _is_free(self, node: fx.Node, depth: int = 0) -> bool:
         """Return whether all that reads `node` takes either layout without a copy: convolutions

@@ -71,6 +71,20 @@ class Site:
         return self.choice is not None and choosing.why_pytorch(self.choice) is None
 
     @property
+    def may_be_image(self) -> bool:
+        """Whether PyTorch's operator gets a line as an image where it lies channels last
+        (`confpred.pytorch.run.convolve`)."""
+        line = self.by_layout.get("channels_first")  # channels last it is one of images
+        is_dense = isinstance(line, ConvNd) and line.rank == 1 and line.groups == 1
+        return is_dense and line.dtype != "float32"
+
+    @property
+    def is_image(self) -> bool:
+        """Whether PyTorch's operator gets a line as an image."""
+        is_last = self.may_be_image and self.problem is self.by_layout["channels_last"]
+        return is_last and not self.is_lowered
+
+    @property
     def reason(self) -> str:
         """Why PyTorch's operators compute it, in words; empty where a confpred kernel does."""
         if self.choice is None:

@@ -76,6 +76,13 @@ class Call:
         output_padding = self.output_padding or (0,) * len(stride)
         return stride, padding, dilation, bool(self.output_padding), output_padding, groups
 
+    @property
+    def arguments_of_image(self) -> tuple[Any, ...]:
+        """Return `arguments` for images of height 1 instead of lines."""
+        stride, padding, dilation, transposed, output_padding, groups = self.arguments
+        axes = (1, *stride), (0, *padding), (1, *dilation), transposed, (0, *output_padding)
+        return *axes, groups
+
     def biases(self, weight: Tensor) -> int:
         """Return the values of a bias, one for each channel of the result; a transposed layer's
         filters are (C, K / groups, ...)."""
@@ -205,13 +212,28 @@ def forward(
         return library.multiply_pixels(x, weight, bias, call.activation)
     x, weight = aligned(x), aligned(weight)  # cuDNN's heuristics may end in a misaligned load
     if call.cut or not x.is_cuda or (residual is None and call.activation == "none"):
-        out = torch.convolution(x, weight, bias, *call.arguments)
+        out = by_pytorch(x, weight, bias, call)
         out = out[..., : out.shape[-1] - call.cut] if call.cut else out
         return activated(call.activation, out if residual is None else out + residual)
-    out = torch.convolution(x, weight, None, *call.arguments)
+    out = by_pytorch(x, weight, None, call)
     if residual is None or (residual.shape == out.shape and residual.dtype is out.dtype):
         return apply_epilogue(out, bias, residual, call.activation)
     return activated(call.activation, apply_epilogue(out, bias, None, "none") + residual)
+
+
+def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Compute a convolution by PyTorch's operator."""
+    if not _is_image(x, call):
+        return torch.convolution(x, weight, bias, *call.arguments)
+    x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+    return torch.convolution(x, weight, bias, *call.arguments_of_image).squeeze(2)
+
+
+def _is_image(x: Tensor, call: Call) -> bool:
+    """Return whether PyTorch's operator gets `x` as an image of height 1: a line that lies channels
+    last, which it would copy to have the channels first, to be copied back by cuDNN."""
+    is_line = x.dim() == 3 and x.dtype in library.HALF and layout_of(x) == "channels_last"
+    return is_line and call.geometry[-1] == 1
 
 
 def forward_launch(
@@ -260,9 +282,12 @@ def backward_by_pytorch(
     """Compute those gradients of a convolution that `mask` asks for by PyTorch's operator."""
     sizes = [call.biases(weight)] if mask[2] else None
     out_grad = F.pad(out_grad, (0, call.cut)) if call.cut else out_grad
-    return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
-        out_grad, x, weight, sizes, *call.arguments, list(mask)
-    )
+    run, wanted = torch.ops.aten.convolution_backward.default, list(mask)
+    if not _is_image(x, call):
+        return run(out_grad, x, weight, sizes, *call.arguments, wanted)  # type: ignore[no-any-return]
+    images = (t.unsqueeze(2) for t in (out_grad, x, weight))
+    grads = run(*images, sizes, *call.arguments_of_image, wanted)
+    return tuple(g.squeeze(2) if g is not None and g.dim() == 4 else g for g in grads)
 
 
 def backward_launches(x: Tensor, weight: Tensor, call: Call) -> tuple[Ready | None, Ready | None]:

@@ -295,10 +295,14 @@ def _rows(p: Norm, t: Tensor, weight: Tensor | None) -> Tensor:
     return t.reshape(-1, t.shape[-1], 1) if p.p == 1 else t.flatten(2).contiguous()
 
 
+def layout_read(p: Any) -> str:
+    """Return the layout in which kernels of problem `p` read and write its activations."""
+    return "channels_first" if isinstance(p, Norm) and p.p == 1 else "channels_last"
+
+
 def _dense(p: Any, t: Tensor) -> Tensor:
     """Return `t` in the layout that kernels read."""
-    is_rows = isinstance(p, Norm) and p.p == 1
-    return t.resolve_neg().contiguous() if is_rows else dense(t)
+    return dense(t, layout_read(p))
 
 
 def fake_group_forward(x: Tensor, *others: Any) -> tuple[Tensor, ...]:

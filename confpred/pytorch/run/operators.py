@@ -38,7 +38,7 @@ def _conv2d(
     parsed = Call.read(call)
     if scale is None or bias is None:
         return _lay_as_promised(x, convolve.forward(x, weight, bias, residual, parsed))
-    out = _lay_as_promised(x, torch.convolution(x, weight, None, *parsed.arguments))
+    out = _lay_as_promised(x, convolve.by_pytorch(x, weight, None, parsed))
     return pointwise.scale_shift(out, scale, bias, residual, parsed.activation, in_place=True)
 
 
