@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch._dynamo.output_graph import OutputGraph
 import confpred
 from confpred.errors import ConfpredError, InvalidInput
 from confpred.problem.limits import Limits
+from confpred.problem.record import Record
 from confpred.pytorch import backend
 from confpred.pytorch.backend import Options, ordinal_of
 
@@ -145,6 +147,34 @@ def test_a_pass_that_fails_fails_no_program(
     assert said
     assert all("failed: ValueError: a fault" in text for text in said)
     assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_inductors_processes_start_while_layers_are_chosen(
+    captured, monkeypatch, training: bool, inductor: bool
+) -> None:
+    """They take seconds to start; a kernel that finds none is compiled in this process. Where they
+    cannot start, Inductor compiles without them."""
+    seen: list[str] = []
+
+    def start() -> None:
+        seen.append("started")
+        raise RuntimeError("no more processes")
+
+    def choose(problems: Sequence[Record]) -> Any:
+        seen.append("chosen")
+        return captured.choose(problems)
+
+    # Triton, which they compile for, is not there without a GPU.
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", start)
+    monkeypatch.setattr(backend, "chooser", lambda *_: choose)  # notes when
+    model, x = nn.Conv2d(3, 4, 3), images().contiguous(memory_format=torch.channels_last)
+    with torch.set_grad_enabled(training):
+        out = torch.compile(model, backend="confpred", options={"inductor": inductor})(x)
+    torch.testing.assert_close(out, model(x))
+    assert seen[: 1 + inductor] == ["started"] * inductor + ["chosen"]
+    assert seen.count("started") == inductor
 
 
 @pytest.mark.parametrize("training", [False, True])
