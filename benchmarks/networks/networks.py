@@ -234,7 +234,7 @@ def run(
 ) -> None:  # fmt: skip
     """Measure the tasks that are left of a result, and write it, as `summed` makes it, after each
     process, so that a run that is cut off loses one. Each GPU takes the next task; they share the
-    host."""
+    host. The last tasks wait for whichever GPU is free."""
     path = told.out / f"{name}.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.time() + told.budget
@@ -252,10 +252,11 @@ def run(
 
     def work(gpu: int) -> None:
         nonlocal result
-        ready = start(gpu)
-        while ready is not None:
+        ahead: tuple[dict[str, Any], Started] | None = None
+        while (ready := ahead or start(gpu)) is not None:
             task, process = ready
-            ready, left = start(gpu), deadline - time.time()
+            ahead = start(gpu) if len(waiting) >= told.gpus else None
+            left = deadline - time.time()
             if left < LEAST_S:
                 print("left out for want of time:", *(task[k] for k in KEY[:3]))
                 process.finish(0)

@@ -150,7 +150,7 @@ class Compiler:
                 with suppress(tuning.Measured):
                     compiled = self._compile(gm, example_inputs)
                     break
-                self._forget()
+                self._begin()
             if self.options.verify == NETWORK and self.sites:
                 compiled = self._race_pytorch(compiled, gm, example_inputs)
         return compiled
@@ -263,23 +263,18 @@ class Compiler:
         """Return whether the inputs of the graph show what `fold` says."""
         return fold.check(self._values) == fold
 
-    def _begin(self, graph: fx.Graph) -> None:
-        """Begin with `graph`, which PyTorch's cache has not, or only a part of it: that is
-        forgotten."""
-        if self.inductor and ordinal_of(graph) is not None:
-            inductor.start_workers()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what was loaded of this graph."""
+    def _begin(self) -> None:
+        """Forget what was loaded of this graph, where PyTorch's cache had only a part of it."""
         if self._keep is not None:
             for of_graph in (self.sites, self.norms, self.folds, self.capture.passes):
                 of_graph.clear()
 
     def chooser(self, graph: fx.Graph) -> choosing.Choose | None:
         """Return a function that chooses for the GPU of `graph`, and let guesses be measured there;
-        None if it is on no GPU, or PyTorch computes all layers."""
+        None if it is on no GPU, or PyTorch computes all layers. Inductor's processes start, too."""
         ordinal = ordinal_of(graph)
+        if self.inductor and ordinal is not None:
+            inductor.start_workers()
         if ordinal is None or not self._chooses:
             return None
         choosing.measuring.set(self.capture.tuner.on(ordinal))
@@ -302,7 +297,7 @@ class Compiler:
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph without gradients."""
         passes.refuse_mixed_dtypes(gm.graph)
-        self._begin(gm.graph)
+        self._begin()
         steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips, passes.drop_copies]
         choose = self.chooser(gm.graph)
         if choose is not None:
@@ -330,7 +325,7 @@ class Compiler:
         from torch._functorch import partitioners
 
         passes.refuse_mixed_dtypes(joint.graph)
-        self._begin(joint.graph)
+        self._begin()
         steps: list[Step] = [passes.let_views_copy, passes.drop_round_trips]
         steps.append(passes.join_silu_gradients)
         choose = self.chooser(joint.graph)
@@ -500,8 +495,6 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
 
 def ordinal_of(graph: fx.Graph) -> int | None:
     """Return the CUDA device of the tensors of `graph`; None where they are elsewhere."""
-    for node in graph.nodes:
-        val = passes.val_of(node)
-        if isinstance(val, Tensor) and val.device.type == "cuda":
-            return val.device.index or 0
-    return None
+    vals = map(passes.val_of, graph.nodes)
+    devices = (val.device for val in vals if isinstance(val, Tensor))
+    return next((device.index or 0 for device in devices if device.type == "cuda"), None)

@@ -270,7 +270,7 @@ def test_copies_into_channels_first_go(served: Any, training: bool) -> None:
     compare(model, images(HALF), training, tolerance=3e-2)
     assert [p.residual for p in asked(served)] == [True] * 3 * (1 + training)
     copies = [target for each in served.passes for target in each.targets() if "clone" in target]
-    # Of the graphs' results, and of the gradient that comes in.
+    # Those of the graphs' results, and of the gradient that comes in.
     assert copies == ["aten.clone.default"] * (1 + 2 * training)
 
 
