@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from confpred.launch.assignment import Assignment
+from confpred.problem.conv import LAYOUTS
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import sites
 from confpred.pytorch.rewrite.matches import copy_ms
@@ -276,27 +277,28 @@ def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
 def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
     """Let a sum of lines lie channels last where a convolution has brought one of the two there: it
     lies as its first operand does, and each of a chain of residual blocks would be copied."""
-    first, second = node.args
-    if node.kwargs or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
+    if len(operands) != 2 or node.kwargs:
         return
-    x, y = vals[first], vals[second]
-    is_moved = _has_new_strides(val_of(second), y) and x.dim() == 3 and x.shape == y.shape
-    if is_moved and layout_of(y) == "channels_last" != layout_of(x):
-        node.args = (second, first)
+    x, y = map(vals.__getitem__, operands)
+    is_moved = _has_new_strides(val_of(operands[1]), y) and x.dim() == 3 and x.shape == y.shape
+    if is_moved and (layout_of(x), layout_of(y)) == LAYOUTS[::-1]:
+        node.args = (operands[1], operands[0])
 
 
 def _images_read(node: fx.Node) -> tuple[list[Any], str]:
     """Return what `node` reads in one layout, and that; nothing where it reads any."""
-    target, text = node.target, node.args[-1:]
+    target: Any = node.target
+    text: Any = node.args[-1] if node.args else ""
     for pair in (_NORMS, _CONFPRED_CONVOLUTIONS, _CONVOLUTIONS):
         if target in pair:  # an image forward; backward the gradient of the output, and the input
             images = list(node.args[: 1 + pair.index(target)])
     if target in _NORMS:
         residual = node.args[3 + _NORMS.index(target)]
         images += [] if residual is None else [residual]
-        return images, layout_read(Assignment.read(*text).problem)
+        return images, layout_read(Assignment.read(text).problem)
     if _is_of_another_rank(node):
-        problems = [hint.problem for hint in Call.read(*text).hints if hint is not None]
+        problems = [hint.problem for hint in Call.read(text).hints if hint is not None]
         if problems:  # else PyTorch's operator computes it
             return images, getattr(problems[0], "layout", "channels_last")
     if target in _CONVOLUTIONS and val_of(node.args[0]).dim() == 3:

@@ -74,7 +74,7 @@ class Site:
     def may_be_image(self) -> bool:
         """Whether PyTorch's operator gets a line as an image where it lies channels last
         (`confpred.pytorch.run.convolve`)."""
-        line = self.by_layout.get("channels_first")  # channels last it is one of images
+        line: Any = self.by_layout.get("channels_first")  # channels last it is one of images
         is_dense = isinstance(line, ConvNd) and line.rank == 1 and line.groups == 1
         return is_dense and line.dtype != "float32"
 
