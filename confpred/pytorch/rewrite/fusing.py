@@ -26,7 +26,7 @@ from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import causal, following, sites
-from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace
+from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace, insert
 from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
@@ -233,11 +233,11 @@ def _spell_out(norm: Any) -> None:
     graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
     vectors = _fold(following.Chain((norm, first), norm), None, None)
     with graph.inserting_before(first):
-        y = graph.call_function(convert, (norm.args[0], torch.float32))
+        y = insert(graph, convert, (norm.args[0], torch.float32), norm.meta)
         for target, vector in zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True):
             sides = [1] * (val_of(first).dim() - 2)
-            column = graph.call_function(aten.reshape.default, (vector, [1, -1, *sides]))
-            y = graph.call_function(target, (y, column))
+            column = insert(graph, aten.reshape.default, (vector, [1, -1, *sides]), norm.meta)
+            y = insert(graph, target, (y, column), norm.meta)
     put_in_place(first, convert, (y, val_of(first).dtype))
 
 
@@ -391,14 +391,11 @@ def _convolve_image(
     new = put_in_place(node, confpred.conv2d.default, (*operands, call))
     if not apart:
         return
-    readers, val = [*new.users], val_of(bias)
+    readers = [*new.users]
     with node.graph.inserting_after(new):
-        column = node.graph.call_function(aten.unsqueeze.default, (bias, 1))
+        column = insert(node.graph, aten.unsqueeze.default, (bias, 1), new.meta)
     with node.graph.inserting_after(column):
-        out = node.graph.call_function(aten.add.Tensor, (new, column))
-    with val.fake_mode:
-        column.meta = new.meta | {"val": val.unsqueeze(1)}
-    out.meta = dict(new.meta)
+        out = insert(node.graph, aten.add.Tensor, (new, column), new.meta)
     for reader in readers:
         reader.replace_input_with(new, out)
 

@@ -69,6 +69,15 @@ def choose_and_replace(
     return sites
 
 
+def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
+    """Return a new call of `target` where `graph` inserts nodes, with the metadata `meta` of
+    another node and a fake result, a list for several."""
+    new = graph.call_function(target, args)
+    val = target(*fx.map_arg(args, val_of))
+    new.meta = meta | {"val": list(val) if isinstance(val, tuple) else val}
+    return new
+
+
 class Layouts:
     """Layouts of a graph's lines and volumes, as they become known in the order of the graph."""
 

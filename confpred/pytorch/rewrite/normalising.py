@@ -21,7 +21,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
-from confpred.pytorch.rewrite.matches import Match, choose_and_replace
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
 from confpred.pytorch.rewrite.passes import last_of_inputs, may_be_written, result_of, val_of
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
@@ -95,7 +95,7 @@ def _replace(
         if layer.scale:
             weight, bias = _add_scale(layer, norm.meta)
         operands = (x, weight, bias, residual, *running, numbers, *layer.scalars, texts[0])
-        new = _insert(graph, forward, operands, norm.meta)
+        new = insert(graph, forward, operands, norm.meta)
     new.meta["val"] = [val_of(layer.ends[0]), *val_of(new)[1:]]
     results = [result_of(new, place) for place in range(len(val_of(new)))]
     for item in [item for item in norm.users if running and item.args[1]]:
@@ -111,7 +111,7 @@ def _replace(
     vectors = [t for t in (weight, bias) if t is not None and (t in read or may_be_written(t))]
     with graph.inserting_before(inner):
         operands = (node_at(layer.grad), x, weight, bias, residual, *statistics, *more, texts[1])
-        put = _insert(graph, backward, operands, back[-1].meta)
+        put = insert(graph, backward, operands, back[-1].meta)
     for vector in vectors:
         read.setdefault(vector, []).extend((new, put))
     values = val_of(put)
@@ -137,7 +137,7 @@ def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> 
         groups.setdefault((last_of_inputs(vector), val_of(vector).dtype), []).append(vector)
     for (anchor, dtype), vectors in groups.items():
         with graph.inserting_after(anchor):
-            made = _insert(graph, confpred.convert.default, (vectors, dtype), {})
+            made = insert(graph, confpred.convert.default, (vectors, dtype), {})
         for place, vector in enumerate(vectors):
             copy = result_of(made, place)
             for reader in read[vector]:
@@ -151,13 +151,13 @@ def _add_scale(layer: Layer, meta: Any) -> list[fx.Node]:
     channels = val_of(layer.nodes()[0]).shape[1]
 
     def flat(place: Any) -> fx.Node:
-        return _insert(graph, aten.reshape.default, (node_at(place), [-1, channels]), meta)
+        return insert(graph, aten.reshape.default, (node_at(place), [-1, channels]), meta)
 
     factor, term = map(flat, layer.scale)
     if weight is None:
         return [factor, term]
-    scaled = [_insert(graph, aten.mul.Tensor, (factor, vector), meta) for vector in (weight, bias)]
-    return [scaled[0], _insert(graph, aten.add.Tensor, (scaled[1], term), meta)]
+    scaled = [insert(graph, aten.mul.Tensor, (factor, vector), meta) for vector in (weight, bias)]
+    return [scaled[0], insert(graph, aten.add.Tensor, (scaled[1], term), meta)]
 
 
 def _add_number(value: Any, like: Tensor, graph: fx.Graph, made: dict[Any, fx.Node]) -> fx.Node:
@@ -178,12 +178,3 @@ def _gain_ms(*choices: Choice) -> float:
     if any(choosing.why_pytorch(choice) is not None for choice in choices):
         return 0.0
     return sum((c.pytorch_ms or 0.0) - (c.predicted_ms or 0.0) for c in choices)
-
-
-def _insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx.Node:
-    """Return a new call of `target` where `graph` inserts nodes, with the metadata `meta` of
-    another node and a fake result, a list for several."""
-    new = graph.call_function(target, args)
-    val = target(*fx.map_arg(args, val_of))
-    new.meta = meta | {"val": list(val) if isinstance(val, tuple) else val}
-    return new

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from confpred.problem.conv2d import Problem
+from confpred.problem.device import get_device
+from confpred.pytorch import backend
 from confpred.pytorch.run.convolve import Call, backward, forward
 
 HALF = torch.bfloat16
@@ -155,3 +157,18 @@ def test_other_lines_of_pytorchs_are_copied_by_the_graph(captured, launches) -> 
     model = Around(lambda m, x: m.b(torch.tanh(m.a(x))), **layers).to(HALF)
     step(captured, model, line().contiguous(), False)
     assert captured.of("inference").targets()[-2:] == [CLONE, PLAIN]
+
+
+def test_inductor_follows_an_image_in_inference(captured, launches, monkeypatch) -> None:
+    """It adds the bias, and the norm, the sum and the activation behind it."""
+    monkeypatch.setattr(backend.Compiler, "_inductor_device", lambda *_: get_device("h200"))
+    torch.manual_seed(0)
+    layers = {"a": nn.Conv1d(8, 8, 3, padding=1, groups=8), "b": nn.Conv1d(8, 8, 3, padding=1)}
+    norm = nn.BatchNorm1d(8).eval()
+    nn.init.uniform_(norm.running_var, 0.5, 1.5)
+    nn.init.normal_(norm.running_mean)
+    model = Around(lambda m, x: F.silu(m.norm(m.b(torch.tanh(m.a(x)))) + x), norm=norm, **layers)
+    step(captured, model.to(HALF), line().contiguous(), False, inductor=True)
+    ahead = captured.of("inference")
+    assert [call.args[3] is None for call in ahead.calls(CONV)] == [False, True]
+    assert PLAIN not in ahead.targets()
