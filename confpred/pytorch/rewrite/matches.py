@@ -87,9 +87,9 @@ class Layouts:
     def settle(self, match: Match, choices: Choices) -> None:
         """Set the problems and choices of `match` to those of the layout that is predicted to take
         less time. The input's own layout is kept unless a kernel runs in the other one, or PyTorch
-        computes lines as images there. So is that
-        of a dense volume, which gains little, while a grouped layer of PyTorch's behind it would
-        lose more: `layouts.to_channels_last` decides about these."""
+        computes lines as images there. So is that of a dense volume, which gains little, while a
+        grouped layer of PyTorch's behind it would lose more: `layouts.to_channels_last` decides
+        about these."""
         sites = match.sites
         if not match.reads or any(len(s.by_layout) < len(LAYOUTS) or not s.problem for s in sites):
             return

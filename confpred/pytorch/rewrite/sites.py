@@ -75,8 +75,10 @@ class Site:
         """Whether PyTorch's operator gets a line as an image where it lies channels last
         (`confpred.pytorch.run.convolve`)."""
         line: Any = self.by_layout.get("channels_first")  # channels last it is one of images
-        is_dense = isinstance(line, ConvNd) and line.rank == 1 and line.groups == 1
-        return is_dense and line.dtype != "float32"
+        if not isinstance(line, ConvNd) or line.rank != 1 or line.groups != 1:
+            return False
+        is_doubtful = min(line.c, line.k, line.w) == 1  # it lies in either layout
+        return line.dtype != "float32" and not is_doubtful
 
     @property
     def is_image(self) -> bool:
