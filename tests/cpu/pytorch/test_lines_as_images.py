@@ -161,6 +161,7 @@ def test_other_lines_of_pytorchs_are_copied_by_the_graph(captured, launches) -> 
 
 def test_inductor_follows_an_image_in_inference(captured, launches, monkeypatch) -> None:
     """It adds the bias, and the norm, the sum and the activation behind it."""
+    # Inductor compiles for a GPU, which is not here.
     monkeypatch.setattr(backend.Compiler, "_inductor_device", lambda *_: get_device("h200"))
     torch.manual_seed(0)
     layers = {"a": nn.Conv1d(8, 8, 3, padding=1, groups=8), "b": nn.Conv1d(8, 8, 3, padding=1)}
