@@ -386,18 +386,16 @@ def _convolve_image(
     apart = compiled and bias is not None and not library.is_one_operator(problem)
     problem = replace(problem, bias=bias is not None and not apart)
     site.problem = problem.as_conv2d() or problem if isinstance(problem, ConvNd) else problem
-    operands = (x, weight, None, None if apart else bias, None)
     call = sites.call_of(node, [site], constraints)
-    new = put_in_place(node, confpred.conv2d.default, (*operands, call))
+    operands = (x, weight, None, None if apart else bias, None, call)
     if not apart:
+        put_in_place(node, confpred.conv2d.default, operands)
         return
-    readers = [*new.users]
-    with node.graph.inserting_after(new):
-        column = insert(node.graph, aten.unsqueeze.default, (bias, 1), new.meta)
-    with node.graph.inserting_after(column):
-        out = insert(node.graph, aten.add.Tensor, (new, column), new.meta)
-    for reader in readers:
-        reader.replace_input_with(new, out)
+    with node.graph.inserting_before(node):
+        image = node.graph.call_function(confpred.conv2d.default, operands)
+        image.meta = dict(node.meta)  # with the strides of the capture
+        column = insert(node.graph, aten.unsqueeze.default, (bias, 1), node.meta)
+    put_in_place(node, aten.add.Tensor, (image, column))
 
 
 def _sum_apart(node: fx.Node, own: list[sites.Site]) -> None:

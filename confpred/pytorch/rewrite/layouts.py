@@ -36,11 +36,12 @@ from confpred.pytorch.run.norms import layout_read
 aten, confpred = torch.ops.aten, torch.ops.confpred
 Values = dict[fx.Node, Any]  # fake results of nodes, with the strides after a rewrite
 Copies = dict[Any, fx.Node]  # by the source, and the layout or the kind of reader
-_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_CONFPRED_CONVOLUTIONS = (confpred.conv2d.default, confpred.conv2d_backward.default)
+#: Operators by how many images they read: the input; in a backward pass the gradient before it.
+_CONVOLUTIONS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+_CONFPRED_CONVOLUTIONS = {confpred.conv2d.default: 1, confpred.conv2d_backward.default: 2}
 #: Norms whose results may have other strides than PyTorch's. Batch norms have the same: only those
 #: of channels-last images are replaced.
-_NORMS = (confpred.norm.default, confpred.norm_backward.default)
+_NORMS = {confpred.norm.default: 1, confpred.norm_backward.default: 2}
 #: PyTorch's operators that read their inputs in one order of memory, or refuse others. PyTorch's
 #: callers copy inputs that lie otherwise; the capture lacks a copy that was not needed.
 _UNCHECKED = tuple(
@@ -286,24 +287,23 @@ def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
         node.args = (operands[1], operands[0])
 
 
-def _images_read(node: fx.Node) -> tuple[list[Any], str]:
+def _images_read(node: fx.Node) -> tuple[Sequence[Any], str]:
     """Return what `node` reads in one layout, and that; nothing where it reads any."""
     target: Any = node.target
-    text: Any = node.args[-1] if node.args else ""
-    for pair in (_NORMS, _CONFPRED_CONVOLUTIONS, _CONVOLUTIONS):
-        if target in pair:  # an image forward; backward the gradient of the output, and the input
-            images = list(node.args[: 1 + pair.index(target)])
-    if target in _NORMS:
-        residual = node.args[3 + _NORMS.index(target)]
-        images += [] if residual is None else [residual]
-        return images, layout_read(Assignment.read(text).problem)
+    arguments: Any = node.args
+    if count := _NORMS.get(target):
+        *_, residual = arguments[: count + 3]  # behind weight and bias
+        images = [x for x in (*arguments[:count], residual) if x is not None]
+        return images, layout_read(Assignment.read(arguments[-1]).problem)
     if _is_of_another_rank(node):
-        problems = [hint.problem for hint in Call.read(text).hints if hint is not None]
+        hints = Call.read(arguments[-1]).hints
+        problems = [hint.problem for hint in hints if hint is not None]
         if problems:  # else PyTorch's operator computes it
-            return images, getattr(problems[0], "layout", "channels_last")
-    if target in _CONVOLUTIONS and val_of(node.args[0]).dim() == 3:
-        return images, "channels_first"
-    return [], ""
+            count = _CONFPRED_CONVOLUTIONS[target]
+            return arguments[:count], getattr(problems[0], "layout", "channels_last")
+    if (count := _CONVOLUTIONS.get(target)) and val_of(arguments[0]).dim() == 3:
+        return arguments[:count], "channels_first"
+    return (), ""
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:

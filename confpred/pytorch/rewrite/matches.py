@@ -149,8 +149,8 @@ class Layouts:
                 like = val_of(node).shape
                 sources = [n for n in node.all_input_nodes if _shape(n) == like]
                 counted = sources[: 2 if node.target is aten.add.Tensor and len(like) == 3 else 1]
-                found = [self._expected(source, seen, depth + 1) for source in counted]
-                seen[node] = min(found, key=LAYOUTS.index, default=seen[node])
+                layouts = [self._expected(source, seen, depth + 1) for source in counted]
+                seen[node] = min(layouts, key=LAYOUTS.index, default=seen[node])
         return seen[node]
 
     def _is_free(self, node: fx.Node, depth: int = 0) -> bool:

@@ -28,17 +28,15 @@ def line(dtype: torch.dtype = HALF, channels: int = 8) -> Tensor:
 
 
 class Ranks(TorchDispatchMode):
-    """Notes the dimensions of what PyTorch's convolutions read, and whether anything is copied."""
+    """Notes the dimensions of what PyTorch's convolutions read."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dims: list[int] = []
-        self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "convolution" in str(func):
             self.dims.append(args[0].dim())
-        self.copies += any(word in str(func) for word in ("clone", "copy_"))
         return func(*args, **(kwargs or {}))
 
 
@@ -83,9 +81,8 @@ def test_a_cut_line_is_an_image() -> None:
     operands = [t.float().requires_grad_() for t in (x, weight)]
     expected = F.conv1d(*operands, padding=2)[..., :-2]
     expected.sum().backward()
-    for found, reference in zip(
-        [out, *grads], [expected, *(t.grad for t in operands)], strict=False
-    ):
+    wanted = [expected, *(t.grad for t in operands)]
+    for found, reference in zip([out, *grads[:2]], wanted, strict=True):
         torch.testing.assert_close(found.float(), reference, rtol=2e-2, atol=2e-1)
 
 
