@@ -307,7 +307,7 @@ class Compiler:
             )  # fmt: skip
             steps += [self._layout_step(gm.graph), partial(self._replace, fuse, choose)]
             norms = self._norm_steps(choose, (NORM,))
-            steps += [layouts.keep_strides, *norms, *[passes.drop_copies] * bool(norms)]
+            steps += [layouts.keep_strides, *norms, passes.drop_copies, layouts.lay_out_inputs]
         if self.inductor:
             gm, steps = self._decompose(gm, inputs, steps), []
         self._attempt(gm, [*steps, layouts.lay_out_group_norms, passes.update_in_place])
@@ -333,7 +333,7 @@ class Compiler:
             convolutions = partial(fusing.lower_convolutions, compiled=self.inductor)
             lower = partial(self._replace, convolutions, choose)
             steps += [self._layout_step(joint.graph), lower, layouts.keep_strides]
-            steps += self._norm_steps(choose, (BATCH_NORM, NORM))
+            steps += [*self._norm_steps(choose, (BATCH_NORM, NORM)), layouts.lay_out_inputs]
         if self.inductor:
             joint, steps = self._decompose(joint, inputs, steps), []
         if self.inductor:

@@ -39,9 +39,10 @@ Copies = dict[Any, fx.Node]  # by the source, and the layout or the kind of read
 #: Operators by how many images they read: the input; in a backward pass the gradient before it.
 _CONVOLUTIONS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 _CONFPRED_CONVOLUTIONS = {confpred.conv2d.default: 1, confpred.conv2d_backward.default: 2}
-#: Norms whose results may have other strides than PyTorch's. Batch norms have the same: only those
-#: of channels-last images are replaced.
+#: Norms whose results may have other strides than PyTorch's, and those that have the same: only
+#: those of channels-last images are replaced.
 _NORMS = {confpred.norm.default: 1, confpred.norm_backward.default: 2}
+_BATCH_NORMS = {confpred.batch_norm.default: 1, confpred.batch_norm_backward.default: 2}
 #: PyTorch's operators that read their inputs in one order of memory, or refuse others. PyTorch's
 #: callers copy inputs that lie otherwise; the capture lacks a copy that was not needed.
 _UNCHECKED = tuple(
@@ -165,8 +166,16 @@ def keep_strides(graph: fx.Graph) -> None:
     """Keep the strides of results, and of inputs of nodes that need those of the capture, by copies
     in place. confpred's operators of lines, volumes and norms may return another layout than
     PyTorch's, which all other nodes follow."""
-    if any(_is_of_another_rank(node) or node.target in _NORMS for node in graph.nodes):
+    if any(map(_may_move, graph.nodes)):
         _propagate(graph, _copy_inputs)
+
+
+def lay_out_inputs(graph: fx.Graph) -> None:
+    """Let all other convolutions and norms read dense copies as well, in place, once it is known
+    which of them confpred computes."""
+    readers = _CONVOLUTIONS | _CONFPRED_CONVOLUTIONS | _BATCH_NORMS
+    if any(node.target in readers for node in graph.nodes):
+        _propagate(graph, partial(_copy_inputs, of_all=True))
 
 
 def lay_out_gradients(graph: fx.Graph) -> None:
@@ -262,17 +271,19 @@ def _copy_images(node: fx.Node, vals: Values, made: Copies, dims: tuple[int, ...
     return True
 
 
-def _copy_inputs(node: fx.Node, vals: Values, made: Copies) -> bool:
-    """Let a node read lines, volumes and what is normalised as its operator does, and dense:
-    Inductor's copy is several times as fast as the operator's own. Return whether the strides of
-    the result of `node` may be others than PyTorch's."""
+def _copy_inputs(node: fx.Node, vals: Values, made: Copies, *, of_all: bool = False) -> bool:
+    """Let a node that `_may_move`, or any, read its images as its operator does, and dense:
+    Inductor's copy is several times as fast as the operator's own, and what computes the image may
+    write that layout. Return whether the strides of the result of `node` may be others than
+    PyTorch's."""
     if node.target is aten.add.Tensor:
         _put_channels_last_first(node, vals)
-    images, layout = _images_read(node)
-    for source in images:
-        if not is_dense(vals[source], layout):
-            _copy_dense(source, layout, vals, made, node)
-    return _is_of_another_rank(node) or node.target in _NORMS
+    if of_all or _may_move(node):
+        images, layout = _images_read(node, vals)
+        for source in images:
+            if not is_dense(vals[source], layout):
+                _copy_dense(source, layout, vals, made, node)
+    return _may_move(node)
 
 
 def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
@@ -287,23 +298,35 @@ def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
         node.args = (operands[1], operands[0])
 
 
-def _images_read(node: fx.Node) -> tuple[Sequence[Any], str]:
-    """Return what `node` reads in one layout, and that; nothing where it reads any."""
+def _images_read(node: fx.Node, vals: Values) -> tuple[Sequence[Any], str]:
+    """Return what `node` reads in one layout, and that; nothing where it reads any. `vals` has
+    present strides."""
     target: Any = node.target
     arguments: Any = node.args
-    if count := _NORMS.get(target):
+    if count := _NORMS.get(target) or _BATCH_NORMS.get(target):
         *_, residual = arguments[: count + 3]  # behind weight and bias
         images = [x for x in (*arguments[:count], residual) if x is not None]
         return images, layout_read(Assignment.read(arguments[-1]).problem)
-    if _is_of_another_rank(node):
+    count = _CONVOLUTIONS.get(target) or _CONFPRED_CONVOLUTIONS.get(target)
+    if count is None:
+        return (), ""
+    images = arguments[:count]
+    image, weight = map(vals.__getitem__, arguments[count - 1 : count + 1])
+    if target in _CONFPRED_CONVOLUTIONS:
         hints = Call.read(arguments[-1]).hints
         problems = [hint.problem for hint in hints if hint is not None]
-        if problems:  # else PyTorch's operator computes it
-            count = _CONFPRED_CONVOLUTIONS[target]
-            return arguments[:count], getattr(problems[0], "layout", "channels_last")
-    if (count := _CONVOLUTIONS.get(target)) and val_of(arguments[0]).dim() == 3:
-        return arguments[:count], "channels_first"
-    return (), ""
+        if problems:
+            return images, getattr(problems[0], "layout", "channels_last")
+        if image.dim() == 3:  # PyTorch's operator computes it, perhaps as an image
+            return (), ""
+    return images, layout_of_pytorch(image, weight)
+
+
+def layout_of_pytorch(image: Tensor, weight: Tensor) -> str:
+    """Return the layout in which cuDNN computes a convolution for PyTorch."""
+    formats = map(torch._prims_common.suggest_memory_format, (image, weight))
+    is_last = image.dtype is not torch.float64 and any(f in LAST_FORMATS.values() for f in formats)
+    return "channels_last" if is_last else "channels_first"
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:
@@ -316,9 +339,11 @@ def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader
     vals[copy] = val_of(copy)
 
 
-def _is_of_another_rank(node: fx.Node) -> bool:
-    """Return whether confpred's operator computes a convolution of lines or volumes."""
-    return node.target in _CONFPRED_CONVOLUTIONS and val_of(node.args[0]).dim() != 4
+def _may_move(node: fx.Node) -> bool:
+    """Return whether the result of `node` may have other strides than PyTorch's: confpred's
+    operator computes a convolution of lines or volumes, or a norm of groups."""
+    is_convolution = node.target in _CONFPRED_CONVOLUTIONS
+    return node.target in _NORMS or (is_convolution and val_of(node.args[0]).dim() != 4)
 
 
 def _needs_captured_strides(node: fx.Node) -> bool:

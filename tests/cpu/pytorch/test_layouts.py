@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from network_blocks import BACKWARD, BLOCKS, CLONE, CONV, PLAIN, Around, images, made
+from network_blocks import BACKWARD, BLOCKS, CLONE, CONV, LAST, PLAIN, Around, images, made
 from slow import slow_but
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import confpred
 from confpred.problem.device import get_device
+from confpred.problem.norm import BatchNorm
 from confpred.problem.norm_of_groups import Norm
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.rewrite import matches
+from confpred.pytorch.rewrite.layouts import layout_of_pytorch
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import is_channels_last
 
@@ -271,6 +273,53 @@ def test_strides_that_are_open_sizes_are_those_of_the_capture(captured, launches
         found.append(x.grad)
     torch.testing.assert_close(*found)
     assert len(launches) >= 1
+
+
+BACK = {
+    "slices": lambda m, x: torch.cat([m.a(x), m.b(x)], 1),
+    "channels first": lambda m, x: m.a(x).contiguous() + m.b(x).contiguous(),
+    "a norm of slices": lambda m, x: torch.cat([m.norm(m.a(x)), m.b(x)], 1),
+}
+
+
+@pytest.mark.parametrize("wins", [False, True])
+@pytest.mark.parametrize("kind", BACK)
+def test_gradients_are_copied_by_the_graph(captured, launches, monkeypatch, kind, wins) -> None:
+    """PyTorch's operators and kernels would copy them inside, more slowly than Inductor does."""
+    monkeypatch.setattr(choosing, "is_known", lambda operation: True)  # without a model of norms
+    captured.wins = lambda problem: wins or isinstance(problem, BatchNorm)
+    torch.manual_seed(0)
+    layers = {name: nn.Conv2d(8, 8, 3, bias=False) for name in "ab"}
+    model, found = Around(BACK[kind], **layers).to(HALF).to(memory_format=LAST), []
+    model.norm = nn.BatchNorm2d(8)  # its weights are float32, as under autocast
+    for call in (model, torch.compile(model, backend=backend)):
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = torch.randn(2, 9, 7, 8).movedim(-1, 1).to(HALF).requires_grad_()
+        out = call(x)
+        (out.float() * torch.randn(out.shape)).sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, ours in zip(*found, strict=True):
+        assert (ours - plain).norm() < 3e-2 * plain.norm()
+    done, norm = captured.of("backward"), "confpred.batch_norm_backward.default"
+    assert done.count(norm) == (kind == "a norm of slices")
+    backward = BACKWARD if wins else "aten.convolution_backward.default"
+    readers = [*done.calls(backward), *done.calls(norm)]
+    assert len(done.calls(backward)) == 2
+    read = [node.meta["val"] for reader in readers for node in reader.args[:2]]
+    assert all(val.is_contiguous(memory_format=torch.channels_last) for val in read)
+    assert done.count(CLONE) > 0
+
+
+def test_pytorch_reads_float64_with_its_channels_first() -> None:
+    x, weight = torch.empty(2, 8, 5, 5), torch.empty(8, 8, 3, 3)
+    last = x.contiguous(memory_format=torch.channels_last)
+    found = [layout_of_pytorch(*pair) for pair in ((x, weight), (last, weight), (last, last))]
+    assert found == ["channels_first", "channels_last", "channels_last"]
+    assert layout_of_pytorch(last.double(), weight.double()) == "channels_first"
+    volume = torch.empty(2, 8, 5, 5, 5)
+    pair = volume, volume.contiguous(memory_format=torch.channels_last_3d)
+    assert layout_of_pytorch(*pair) == "channels_last"
 
 
 def test_gradients_beside_group_norms_are_served(captured, launches, monkeypatch) -> None:
