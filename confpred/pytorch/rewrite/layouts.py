@@ -319,14 +319,10 @@ def _images_read(node: fx.Node, vals: Values) -> tuple[Sequence[Any], str]:
             return images, getattr(problems[0], "layout", "channels_last")
         if image.dim() == 3:  # PyTorch's operator computes it, perhaps as an image
             return (), ""
-    return images, layout_of_pytorch(image, weight)
-
-
-def layout_of_pytorch(image: Tensor, weight: Tensor) -> str:
-    """Return the layout in which cuDNN computes a convolution for PyTorch."""
+    # As cuDNN reads them for PyTorch, but for float64.
     formats = map(torch._prims_common.suggest_memory_format, (image, weight))
-    is_last = image.dtype is not torch.float64 and any(f in LAST_FORMATS.values() for f in formats)
-    return "channels_last" if is_last else "channels_first"
+    is_last = any(f in LAST_FORMATS.values() for f in formats)
+    return images, "channels_last" if is_last else "channels_first"
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:

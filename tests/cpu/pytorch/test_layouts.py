@@ -19,7 +19,6 @@ from confpred.problem.norm import BatchNorm
 from confpred.problem.norm_of_groups import Norm
 from confpred.pytorch.backend import confpred as backend
 from confpred.pytorch.rewrite import matches
-from confpred.pytorch.rewrite.layouts import layout_of_pytorch
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import is_channels_last
 
@@ -309,17 +308,6 @@ def test_gradients_are_copied_by_the_graph(captured, launches, monkeypatch, kind
     read = [node.meta["val"] for reader in readers for node in reader.args[:2]]
     assert all(val.is_contiguous(memory_format=torch.channels_last) for val in read)
     assert done.count(CLONE) > 0
-
-
-def test_pytorch_reads_float64_with_its_channels_first() -> None:
-    x, weight = torch.empty(2, 8, 5, 5), torch.empty(8, 8, 3, 3)
-    last = x.contiguous(memory_format=torch.channels_last)
-    found = [layout_of_pytorch(*pair) for pair in ((x, weight), (last, weight), (last, last))]
-    assert found == ["channels_first", "channels_last", "channels_last"]
-    assert layout_of_pytorch(last.double(), weight.double()) == "channels_first"
-    volume = torch.empty(2, 8, 5, 5, 5)
-    pair = volume, volume.contiguous(memory_format=torch.channels_last_3d)
-    assert layout_of_pytorch(*pair) == "channels_last"
 
 
 def test_gradients_beside_group_norms_are_served(captured, launches, monkeypatch) -> None:
