@@ -13,9 +13,9 @@ from layers import H100, random_legal_conv
 from layers import VOLUMES as FAMILIES
 from ptx.launch import ptx_of
 from ptxas import ARCHS, resources
+from volume_layers import DEPTHWISE, legal_rows, parsed
 
 from confpred.families.protocol import Family, config_dict
-from confpred.families.registry import families_of, family_named
 from confpred.families.volume.volume import _describe_axes
 from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import DTYPES
@@ -24,66 +24,13 @@ from confpred.problem.operation import Step
 
 MOST_STACK_BYTES = 320  # 296 in one of 7x7x7 taps, most have none
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-#: A layer, and what makes it another one, of which no family has a config.
-LAYER = "rank=3 n=2 c=24 d=8 h=14 w=14 k=24 t=3 r=3 s=3 padding=1 groups=24"
-REFUSED = (
-    "groups=12", "layout=channels_first", "stride=3", "stride=1x1x3", "dilation=3x1x1", "t=8",
-    "s=8", "d=60000 h=1000", "n=65536 d=1 t=1 padding=0x1x1",
-    "rank=2 d=1 t=1", "rank=1 d=1 t=1 h=1 r=1",
-)  # fmt: skip
-#: Layers of networks, and some that are unlike these.
-SERVED = (
-    "d=8 h=56 w=56 c=54 k=54 groups=54 n=8",
-    "d=16 h=112 w=112 c=64 k=64 groups=64 stride=1x2x2",
-    "d=4 h=7 w=7 c=432 k=432 groups=432 dtype=bfloat16",
-    "t=5 r=5 s=5 padding=2 dtype=float32",
-    "t=7 r=7 s=7 padding=3",
-    "t=7 r=7 s=7 padding=6 dilation=2 dtype=float32",
-    "t=3 r=1 s=1 padding=1x0x0",
-    "t=1 r=7 s=7 padding=0x3x3 stride=2",
-    "t=1 r=1 s=1 padding=0 stride=2",
-    "c=27 k=27 groups=27",
-    "c=1 k=1 groups=1 padding=20",
-    "cut=3 padding=1x1x3",
-    "d=1 h=1 w=1",
-)
 
 
-def parsed(family: Family, words: str) -> ConvNd:
-    """Return `LAYER` in the family's direction, with other `words`."""
-    given = f"{LAYER} direction={family.name.rpartition('_')[2]} {words}".split()
-    fields = dict(word.split("=") for word in given)
-    if "padding" not in words and fields["rank"] != "3":
-        fields["padding"] = "0"
-    return ConvNd.parse(" ".join(f"{name}={value}" for name, value in fields.items()))
-
-
-def legal_rows(family: Family, problem: ConvNd) -> list[int]:
-    return np.flatnonzero(family.legal(problem, H100)).tolist()
-
-
-@every_family
-def test_a_family_is_found_by_name_and_problem(family: Family) -> None:
-    assert family_named(family.name) is family
-    assert families_of(parsed(family, ""))[family.name] is family
-    assert len(np.unique(family.configs)) == len(family.configs) <= 2200
-    assert len(set(family.feature_names)) == len(family.feature_names)
-
-
-@pytest.mark.parametrize("words", SERVED)
+@pytest.mark.parametrize("words", DEPTHWISE)
 @every_family
 def test_layers_of_networks_and_unusual_ones_have_configs(family: Family, words: str) -> None:
     for device in KNOWN.values():
         assert family.legal(parsed(family, words), device).any(), device.key
-
-
-@pytest.mark.parametrize("words", REFUSED)
-@every_family
-def test_other_layers_have_none(family: Family, words: str) -> None:
-    assert not family.legal(parsed(family, words), H100).any()
-    other = {"fprop": "dgrad", "dgrad": "wgrad", "wgrad": "fprop"}
-    direction = other[parsed(family, "").direction]
-    assert not family.legal(parsed(family, f"direction={direction}"), H100).any()
 
 
 @every_family
@@ -107,18 +54,6 @@ def test_nearly_every_config_serves_some_layer(family: Family) -> None:
         words = f"n={n} d={d} h={side} w={side} c={c} k={c} groups={c} dtype={dtype} {window}"
         met |= family.legal(parsed(family, words), H100)
     assert met.mean() > 0.99, [config_dict(family, row) for row in np.flatnonzero(~met)[:9]]
-
-
-@pytest.mark.parametrize("words", [*SERVED, "c=192 k=192 groups=192 d=9 h=30 w=50"])
-@every_family
-def test_no_two_configs_of_a_layer_are_the_same_launch(family: Family, words: str) -> None:
-    problem = parsed(family, words)
-    seen: dict[object, int] = {}
-    for row in legal_rows(family, problem):
-        steps = family.launch(problem, row).steps
-        key = tuple((s.kernel, s.grid, s.block, tuple(s.scalars.items())) for s in steps)
-        assert key not in seen, (config_dict(family, row), config_dict(family, seen[key]))
-        seen[key] = row
 
 
 def covered(problem: ConvNd, step: Step) -> np.ndarray:
@@ -207,28 +142,6 @@ def test_the_axes_describe_the_convolution(direction: str) -> None:
             meet = axis.up * (i + axis.origin) == axis.down * (o + axis.shift) + axis.dilation * tap
             assert (meet == right).all()
             assert 0 <= axis.shift < axis.up or axis.shift == 0
-
-
-@every_family
-def test_features_and_estimates_are_finite_and_no_promise(family: Family) -> None:
-    rng = random.Random(family.name)
-    matrices = []
-    for device in KNOWN.values():
-        problem = random_legal_conv(rng, family, device)
-        problem = replace(problem, n=rng.choice((1, 16)), direction=problem.direction)
-        rows = np.flatnonzero(family.legal(problem, device))
-        matrix = family.features(problem, device, rows)
-        assert matrix.shape == (len(rows), len(family.feature_names))
-        assert matrix.dtype == np.float32
-        assert np.isfinite(matrix).all()
-        assert (family.estimate_s(problem, device, rows) >= device.roofline_s(problem)).all()
-        some = rng.sample(range(len(rows)), min(5, len(rows)))
-        assert np.array_equal(family.features(problem, device, rows[some]), matrix[some])
-        matrices.append(matrix)
-    spans = np.ptp(np.concatenate(matrices), axis=0)
-    constant = {n for n, span in zip(family.feature_names, spans, strict=True) if not span}
-    allowed = {"direction", "rank", "channels_first", "group_width", "activation", "residual"}
-    assert constant <= allowed | {"deterministic"}
 
 
 @every_family
