@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree
 
 from confpred.launch.assignment import Assignment
 from confpred.problem.conv import LAYOUTS
@@ -229,11 +230,12 @@ def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies],
             run: Any = node.target
             with mode:
                 val = run(*arguments, **named)
-                if run is aten.convolution_backward.default and _is_last(arguments[1]):
-                    # Both gradients are channels last, too, which fake ones do not say.
-                    val = tuple(
-                        g if g is None or g.dim() not in _VOLUMES else dense(g) for g in val
-                    )
+                place = _CONVOLUTIONS.get(run, 0) - 1  # of the image
+                image = arguments[place] if place >= 0 else None
+                if image is not None and _is_last(image) and (place or not image.is_cuda):
+                    # cuDNN's results are, too, which fake gradients do not say, nor any fake
+                    # tensors of a CPU, where `confpred.explain` captures.
+                    val = _pytree.tree_map_only(Tensor, _channels_last, val)
             vals[node] = val
     for node, val in vals.items():
         node.meta["val"] = val
@@ -323,6 +325,10 @@ def _images_read(node: fx.Node, vals: Values) -> tuple[Sequence[Any], str]:
     formats = map(torch._prims_common.suggest_memory_format, (image, weight))
     is_last = any(f in LAST_FORMATS.values() for f in formats)
     return images, "channels_last" if is_last else "channels_first"
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return dense(x) if x.dim() in LAST_FORMATS else x
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:

@@ -177,10 +177,13 @@ def test_open_sizes_of_volumes_stay_open(volumes) -> None:
     assert volumes.of("inference").count(CLONE) == 2
 
 
+VOLUME = torch.empty(2, 64, 16, 56, 56, dtype=HALF)
+
+
 def explained(*layers: nn.Module, x: Tensor | None = None) -> int:
     """Return how many copies are added to a network of `layers` on an H200."""
-    x = torch.empty(2, 64, 16, 56, 56, dtype=HALF) if x is None else x
-    step = confpred.explain(nn.Sequential(*layers).to(HALF).eval(), x, "h200").step
+    model = nn.Sequential(*layers).to(HALF).eval()
+    step = confpred.explain(model, VOLUME if x is None else x, "h200").step
     return step.added.get("aten.clone", 0)
 
 
@@ -195,6 +198,16 @@ def test_volumes_keep_their_layout_where_copies_take_longer() -> None:
     for norm in (nn.InstanceNorm3d(64), nn.GroupNorm(8, 64)):
         assert explained(dense(), *(norm, dense(1)) * 5) == 0
     assert explained(dense(), x=torch.empty(1, 64, 4, 6, 6, dtype=HALF)) == 0
+
+
+def test_volumes_lie_as_on_a_gpu_where_there_is_none() -> None:
+    """On a CPU PyTorch returns volumes in float16 with their channels first."""
+    model = nn.Sequential(*[layer for _ in range(3) for layer in (dense(), nn.BatchNorm3d(64))])
+    found = [
+        confpred.explain(model, VOLUME.float(), "h200", training=True, dtype=dtype).step
+        for dtype in (HALF, torch.float16)
+    ]
+    assert found[0].ms_after == pytest.approx(found[1].ms_after, rel=0.03)
 
 
 def test_volumes_keep_their_layout_where_pytorch_computes_a_grouped_layer() -> None:
