@@ -233,8 +233,8 @@ def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies],
                 place = _CONVOLUTIONS.get(run, 0) - 1  # of the image
                 image = arguments[place] if place >= 0 else None
                 if image is not None and _is_last(image) and (place or not image.is_cuda):
-                    # cuDNN's results are, too, which fake gradients do not say, nor any fake
-                    # tensors of a CPU, where `confpred.explain` captures.
+                    # cuDNN's results are, too. Fake gradients do not say so, nor do fake tensors of
+                    # a CPU, where `confpred.explain` captures.
                     val = _pytree.tree_map_only(Tensor, _channels_last, val)
             vals[node] = val
     for node, val in vals.items():
@@ -321,7 +321,7 @@ def _images_read(node: fx.Node, vals: Values) -> tuple[Sequence[Any], str]:
             return images, getattr(problems[0], "layout", "channels_last")
         if image.dim() == 3:  # PyTorch's operator computes it, perhaps as an image
             return (), ""
-    # As cuDNN reads them for PyTorch, but for float64.
+    # cuDNN reads them so for PyTorch, but for float64.
     formats = map(torch._prims_common.suggest_memory_format, (image, weight))
     is_last = any(f in LAST_FORMATS.values() for f in formats)
     return images, "channels_last" if is_last else "channels_first"

@@ -1,4 +1,4 @@
-"""What holds for every family of convolution of volumes, depthwise or dense."""
+"""Every family of convolution of volumes, depthwise or dense, keeps these."""
 
 from __future__ import annotations
 

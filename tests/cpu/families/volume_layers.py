@@ -40,7 +40,7 @@ DENSE = (
     "d=3 h=5 w=7 padding=4",
     "d=1 h=1 w=1",
 )
-#: What no family has a config for.
+#: Layers that no family has a config for.
 _NO_VOLUMES = (
     "layout=channels_first", "stride=3", "t=8", "s=8", "rank=2 d=1 t=1 padding=0",
     "rank=1 d=1 t=1 h=1 r=1 padding=0",
