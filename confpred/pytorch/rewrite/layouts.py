@@ -230,12 +230,12 @@ def _propagate(graph: fx.Graph, copy_inputs: Callable[[fx.Node, Values, Copies],
             run: Any = node.target
             with mode:
                 val = run(*arguments, **named)
-                place = _CONVOLUTIONS.get(run, 0) - 1  # of the image
-                image = arguments[place] if place >= 0 else None
-                if image is not None and _is_last(image) and (place or not image.is_cuda):
-                    # cuDNN's results are, too. Fake gradients do not say so, nor do fake tensors of
-                    # a CPU, where `confpred.explain` captures.
-                    val = _pytree.tree_map_only(Tensor, _channels_last, val)
+                backward = run is aten.convolution_backward.default
+                # Fake gradients do not say how they lie, nor do fake tensors of a CPU, where
+                # `confpred.explain` captures: channels last where the image does.
+                is_doubtful = run in _CONVOLUTIONS and (backward or not arguments[0].is_cuda)
+                if is_doubtful and _is_last(arguments[backward]):
+                    val = _pytree.tree_map_only(Tensor, dense, val)
             vals[node] = val
     for node, val in vals.items():
         node.meta["val"] = val
@@ -280,12 +280,13 @@ def _copy_inputs(node: fx.Node, vals: Values, made: Copies, *, of_all: bool = Fa
     PyTorch's."""
     if node.target is aten.add.Tensor:
         _put_channels_last_first(node, vals)
-    if of_all or _may_move(node):
+    may_move = _may_move(node)
+    if of_all or may_move:
         images, layout = _images_read(node, vals)
         for source in images:
             if not is_dense(vals[source], layout):
                 _copy_dense(source, layout, vals, made, node)
-    return _may_move(node)
+    return may_move
 
 
 def _put_channels_last_first(node: fx.Node, vals: Values) -> None:
@@ -325,10 +326,6 @@ def _images_read(node: fx.Node, vals: Values) -> tuple[Sequence[Any], str]:
     formats = map(torch._prims_common.suggest_memory_format, (image, weight))
     is_last = any(f in LAST_FORMATS.values() for f in formats)
     return images, "channels_last" if is_last else "channels_first"
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return dense(x) if x.dim() in LAST_FORMATS else x
 
 
 def _copy_dense(source: fx.Node, layout: str, vals: Values, made: Copies, reader: fx.Node) -> None:
