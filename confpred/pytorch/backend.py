@@ -487,8 +487,8 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
             return [by_problem[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.constraints)
         distinct = dict.fromkeys(choice for choice in choices if choice is not None)
-        compile_ahead(list(distinct), ordinal, options.limits)
-        return choices
+        as_loaded = compile_ahead(list(distinct), ordinal, options.limits)
+        return [choice and as_loaded[choice] for choice in choices]
 
     return choose
 

@@ -89,13 +89,14 @@ def loses_precision(gamma: Tensor | None, variance: Tensor, filter: Tensor, eps:
     below 2**-13 loses more than 2**-13 of itself. A channel counts by the spread of its normalised
     outputs: one that is dead may lose all. Elements above 65504 become infinite.
     """
-    scale = torch.rsqrt(variance.float() + eps).abs()
-    scale = scale if gamma is None else scale * gamma.float().abs()
     size, dims = filter[0].numel(), tuple(range(1, filter.dim()))
     norm = partial(torch.linalg.vector_norm, filter, dim=dims, dtype=torch.float32)
-    rms, spread = scale * norm() / size**0.5, scale * variance.float().sqrt()
+    two, largest, variance = norm().cpu(), norm(ord=torch.inf).cpu(), variance.cpu().float()
+    scale = torch.rsqrt(variance + eps).abs()
+    scale = scale if gamma is None else scale * gamma.cpu().float().abs()
+    rms, spread = scale * two / size**0.5, scale * variance.sqrt()
     lossy = (rms > 0) & (spread > 2.0**13 * rms * spread.max())
-    return bool((lossy | (scale * norm(ord=torch.inf) > 65504)).any())
+    return bool((lossy | (scale * largest > 65504)).any())
 
 
 def empty(mean: Tensor, filter: Tensor | None, dtype: str) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -200,7 +201,8 @@ def was_refused(choice: Choice, ordinal: int, limits: Limits) -> bool:
 def _load_first(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLaunch | None:
     problem = assignment.problem
     loader = Loader(operation_of(problem), problem, ordinal)
-    for assigned in _ranked_from(assignment, ordinal, limits):
+    others = map(Assignment.of, _ranked_beside(assignment, ordinal, limits))
+    for assigned in chain([assignment], others):
         launch = assigned.launch
         if limits.allow(problem, launch):  # limits may have changed since the choice
             try:
@@ -223,24 +225,35 @@ def _load_first(assignment: Assignment, ordinal: int, limits: Limits) -> ReadyLa
     return None
 
 
-def _ranked_from(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Assignment]:
-    """Yield `assignment` and those ranked after it, up to PyTorch's operator; they are ranked once
-    they are needed."""
-    yield assignment
+def _ranked_beside(assignment: Assignment, ordinal: int, limits: Limits) -> Iterator[Choice]:
+    """Yield the ranking of the problem without `assignment`, up to PyTorch's operator; it is ranked
+    once it is needed."""
     problem, device = assignment.problem, driver.device_of(ordinal)
     predictor = choosing.current_predictor(operation_of(problem).name).within(limits)
     for other in predictor.rank(problem, device, MAX_TOP):
         if other.candidate == PYTORCH_OPERATOR:
             break
         if other.candidate != assignment.candidate:
-            yield Assignment.of(other)
+            yield other
 
 
-def compile_ahead(choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED) -> None:
+def compile_ahead(
+    choices: Sequence[Choice], ordinal: int, limits: Limits = UNLIMITED
+) -> dict[Choice, Choice]:
     """Compile the kernels of `choices` in parallel, and load them on CUDA device `ordinal`; the
-    call that needs one that fails falls back to PyTorch."""
-    assignments = [Assignment.of(choice) for choice in choices if runs_kernel(choice)]
-    for assignment in assignments:
+    call that needs one that fails falls back to PyTorch.
+
+    Returns:
+        Each choice as it was loaded: with the plan that its library builds.
+    """
+    assignments = {choice: Assignment.of(choice) for choice in choices if runs_kernel(choice)}
+    for assignment in assignments.values():
         compile_soon(assignment.launch, ordinal)
-    for assignment in assignments:
-        load(assignment, ordinal, limits)
+    as_loaded = {choice: choice for choice in choices}
+    for choice, assignment in assignments.items():
+        ready = load(assignment, ordinal, limits)
+        if ready is not None and ready.assignment.candidate != choice.candidate:
+            ranked = _ranked_beside(assignment, ordinal, limits_for(choice.problem, limits))
+            built = ready.assignment.candidate
+            as_loaded[choice] = next(c for c in ranked if c.candidate == built)
+    return as_loaded

@@ -69,16 +69,15 @@ def find_best(problem: Problem, ordinal: int, top: int, constraints: Constraints
 
 def _measure(candidates: list[Choice], predicted: Choice, ordinal: int, limits: Limits) -> Choice:
     problem: Any = predicted.problem
-    compile_ahead(candidates, ordinal, limits)
+    as_loaded = compile_ahead(candidates, ordinal, limits)
     calls: dict[Choice, Callable[[], Any]] = {}
     with torch.cuda.device(ordinal), torch.no_grad():
         (tensors,) = operands(CONVOLUTION, problem, 1)
         inputs = [t.permute(0, 3, 1, 2) if t.dim() == 4 else t for t in tensors.values()]
-        for choice in candidates:
+        for choice in as_loaded.values():
             ready = load(Assignment.of(choice), ordinal, limits)
             if ready is not None:
-                launched = replace(choice, candidate=ready.assignment.candidate)
-                calls[launched] = partial(ready.run, *inputs)
+                calls[choice] = partial(ready.run, *inputs)
         own = replace(predicted, candidate=PYTORCH_OPERATOR, predicted_ms=None)
         fused = FusedOperator.of(problem)
         if fused is None:

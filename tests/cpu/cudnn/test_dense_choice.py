@@ -24,7 +24,9 @@ from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
 from confpred.problem.operation import LibraryPlan
+from confpred.pytorch import backend
 from confpred.pytorch.run import choosing, loading
+from confpred.pytorch.run.options import Options
 from confpred.training.dataset import read_dataset
 from confpred.training.train import train
 
@@ -119,6 +121,19 @@ def test_the_next_plan_serves_where_the_first_is_not_offered(
     on_gpu.row = None
     choosing.forget()
     assert loading.load(Assignment.of(choice), 0) is None  # PyTorch's own operator
+
+
+def test_a_choice_becomes_the_plan_that_is_built(dense: Predictor, on_gpu: type[Refusing]) -> None:
+    """The graph that is kept names it: the next process ranks nothing, and builds no other."""
+    ranking = dense.rank(NEW, DEVICE, 8)
+    on_gpu.row = ranking[3].config_id
+    assert loading.compile_ahead([ranking[0]], 0) == {ranking[0]: ranking[3]}
+    assert backend.chooser(0, Options())([NEW]) == [ranking[3]]
+    choosing.use_predictor(Predictor({}))  # as in the next process, without a model
+    assert loading.compile_ahead([ranking[3]], 0) == {ranking[3]: ranking[3]}
+    on_gpu.row = None
+    choosing.use_predictor(dense)
+    assert loading.compile_ahead([ranking[0]], 0) == {ranking[0]: ranking[0]}  # PyTorch's operator
 
 
 def test_plans_of_another_cudnn_are_not_tried(
