@@ -115,16 +115,24 @@ def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], markdown: Markd
 
 
 def first_steps(result: dict[str, Any], markdown: Markdown) -> str:
-    """Tabulate first steps, in seconds, where both ways were measured."""
-    ways, kinds = ("optimize", "compile"), {"cold_s": "cold", "first_s": "warm"}
-    heads = [f"{WAYS[way]}, {kind}" for kind in kinds.values() for way in ways]
-    rows = []
+    """Tabulate how many times as fast as `torch.compile`'s first steps are, and the slowest, where
+    both ways were measured."""
+    ways, rows = ("compile", "optimize"), []
     for mode in MODES:
+        ratios: dict[str, dict[str, float]] = {"cold_s": {}, "first_s": {}}
         for (network, _), found in _by_step(result["rows"], mode):
-            seconds = [found.get(way, {}).get(figure) for figure in kinds for way in ways]
-            if all(seconds):
-                rows.append((f"{network}, {mode}", *(f"{each:.1f}" for each in seconds)))
-    return _filled(["step", *heads], rows, markdown)
+            for figure, by_network in ratios.items():
+                seconds = [found.get(way, {}).get(figure) for way in ways]
+                if all(seconds):
+                    by_network[network] = seconds[0] / seconds[1]
+        if all(ratios.values()):
+            cells = [str(len(ratios["cold_s"]))]
+            for by_network in ratios.values():
+                slowest = min(by_network, key=by_network.__getitem__)
+                cells += [_pair(list(by_network.values())), slowest]
+            rows.append((mode, *cells))
+    heads = ("first steps", "networks", "cold: geomean, least", "of", "warm: geomean, least", "of")
+    return _filled(heads, rows, markdown)
 
 
 def losses(result: dict[str, Any], markdown: Markdown) -> str:

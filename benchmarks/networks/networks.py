@@ -69,6 +69,7 @@ PARTS = {
     "without norms": ("inductor=False", "rewrite.normalising", "lower_norms"),
     "optimize without norms": ("optimize", "rewrite.normalising", "lower_norms"),
     "without volumes": ("optimize", "rewrite.layouts", "_saved_ms"),
+    "without recomputing": ("optimize", "rewrite.normalising", "recompute_norms"),
 }
 KEY = ("network", "mode", "batch", "way")
 

@@ -335,7 +335,7 @@ class Compiler:
             steps += [self._layout_step(joint.graph), lower, layouts.keep_strides]
             steps += [*self._norm_steps(choose, (BATCH_NORM, NORM)), layouts.lay_out_inputs]
         if self.inductor:
-            joint, steps = self._decompose(joint, inputs, steps), []
+            joint, steps = self._decompose(joint, inputs, [*steps, normalising.recompute_norms]), []
         if self.inductor:
             passes.save_reads_of_written(joint.graph)
             return partitioners.min_cut_rematerialization_partition(

@@ -17,7 +17,7 @@ from torch import fx
 from confpred.problem.conv2d import output_size
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace
-from confpred.pytorch.rewrite.passes import may_be_written, put_in_place, val_of
+from confpred.pytorch.rewrite.passes import is_pointwise, may_be_written, put_in_place, val_of
 from confpred.pytorch.rewrite.sites import Causal
 from confpred.pytorch.run.choosing import Choose, Constraints
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -129,8 +129,8 @@ def _cut_places(node: fx.Node, val: Any) -> int | None:
     _, axis, start, _ = node.args
     if axis not in (2, -1) or start != 0:
         return None
-    others = [u for u in node.users if torch.Tag.pointwise not in getattr(u.target, "tags", ())]
-    return None if others else _constant(val.shape[-1] - val_of(node).shape[-1])
+    is_free = all(map(is_pointwise, node.users))
+    return _constant(val.shape[-1] - val_of(node).shape[-1]) if is_free else None
 
 
 def _constant(number: Any) -> int | None:

@@ -27,7 +27,7 @@ from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import causal, following, sites
 from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace, insert
-from confpred.pytorch.rewrite.passes import put_in_place, result_of, val_of
+from confpred.pytorch.rewrite.passes import is_pointwise, put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
 from confpred.pytorch.run.convolve import is_deterministic, sums_bias
@@ -157,13 +157,11 @@ def _kernel_ms(choice: Choice) -> float:
 def _is_fused_by_readers(node: fx.Node, taken: Collection[fx.Node]) -> bool:
     """Return whether Inductor computes all readers of `node` in passes that can compute `node` too,
     as none of them is `taken` by another operator."""
-
-    def is_pass(reader: fx.Node) -> bool:
-        tags = getattr(reader.target, "tags", ())
-        return reader.target in _REDUCTIONS or torch.Tag.pointwise in tags
-
     readers = following.readers_of(node)
-    return bool(readers) and all(is_pass(reader) and reader not in taken for reader in readers)
+    return bool(readers) and all(
+        (reader.target in _REDUCTIONS or is_pointwise(reader)) and reader not in taken
+        for reader in readers
+    )
 
 
 def _site(chain: following.Chain) -> sites.Site:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.rewrite.passes import is_pointwise, val_of
 from confpred.pytorch.run.memory import Run
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def permute_before_pointwise(graph: fx.Graph) -> None:
         source: Any = node.args[0]
         operands, shape = source.all_input_nodes, val_of(source).shape
         if (
-            torch.Tag.pointwise not in getattr(source.target, "tags", ())
+            not is_pointwise(source)
             or val_of(source).dim() != 3
             or len(source.users) != 1
             or val_of(source).is_contiguous()

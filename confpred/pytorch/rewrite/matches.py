@@ -17,7 +17,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.conv import LAYOUTS, ConvNd
 from confpred.problem.device import Device, get_device
 from confpred.problem.record import Record
-from confpred.pytorch.rewrite.passes import val_of
+from confpred.pytorch.rewrite.passes import is_pointwise, val_of
 from confpred.pytorch.rewrite.sites import Site, elements_of
 from confpred.pytorch.run import choosing
 from confpred.pytorch.run.loading import layout_of
@@ -145,7 +145,7 @@ class Layouts:
         keeps = node.kwargs.get("memory_format") in (None, torch.preserve_format)
         if node not in seen:
             seen[node] = layout_of(val_of(node))
-            if _is_pointwise(node) and keeps and depth < _FARTHEST:
+            if is_pointwise(node) and keeps and depth < _FARTHEST:
                 like = val_of(node).shape
                 sources = [n for n in node.all_input_nodes if _shape(n) == like]
                 counted = sources[: 2 if node.target is aten.add.Tensor and len(like) == 3 else 1]
@@ -160,7 +160,7 @@ class Layouts:
             depth < _FARTHEST
             and bool(node.users)
             and all(
-                user.target in _READERS or (_is_pointwise(user) and self._is_free(user, depth + 1))
+                user.target in _READERS or (is_pointwise(user) and self._is_free(user, depth + 1))
                 for user in node.users
             )
         )
@@ -179,10 +179,6 @@ def _runs_kernel(choice: Choice | None) -> bool:
 def _is_dense_volume(site: Site) -> bool:
     problem = site.by_layout["channels_first"]  # channels last it may be an image
     return isinstance(problem, ConvNd) and problem.rank == 3 and problem.groups == 1
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _shape(node: fx.Node) -> Any:

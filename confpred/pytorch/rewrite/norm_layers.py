@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from confpred.problem.record import Record
 from confpred.pytorch.rewrite import following, sites
 from confpred.pytorch.rewrite.following import Chain, readers_of, source_of
-from confpred.pytorch.rewrite.passes import CONVERSIONS, may_be_written, val_of
+from confpred.pytorch.rewrite.passes import CONVERSIONS, is_pointwise, may_be_written, val_of
 from confpred.pytorch.run import norms
 from confpred.pytorch.run.loading import DTYPES, is_channels_last
 
@@ -123,7 +123,7 @@ def make_layout_test(graph: fx.Graph, has_groups: bool) -> Lies:
             if lies(_input_of(_input_path(node)[0])):
                 items = [item for item in node.users if item.args[1] == 0]
                 expected.update(items, *(item.users for item in items if _is_instance(node)))
-        elif node.target in _FOLLOWS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        elif node.target in _FOLLOWS or is_pointwise(node):
             shape = getattr(val_of(node), "shape", None)
             like = [n for n in node.all_input_nodes if getattr(val_of(n), "shape", None) == shape]
             follows = "memory_format" not in node.kwargs and not expected.isdisjoint(like)

@@ -23,7 +23,13 @@ from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
 from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
-from confpred.pytorch.rewrite.passes import last_of_inputs, may_be_written, result_of, val_of
+from confpred.pytorch.rewrite.passes import (
+    is_of_backward,
+    last_of_inputs,
+    may_be_written,
+    result_of,
+    val_of,
+)  # fmt: skip
 from confpred.pytorch.run import choosing, operators  # noqa: F401  graphs call the operators
 
 aten, confpred = torch.ops.aten, torch.ops.confpred
@@ -126,6 +132,43 @@ def _replace(
         result = result_of(put, 3)
         for node in find_conversions(inner, val_of(x).dtype, back[0]) or ():
             node.replace_all_uses_with(result, lambda user: user is not back[0])
+
+
+def recompute_norms(graph: fx.Graph) -> None:
+    """Let products of the backward pass compute the result of a batch norm again, from the norm's
+    input: its own gradient keeps that anyway, and Inductor's kernels read no more. So a result that
+    a gate of channels multiplies is not kept. One that something else reads there is kept, and
+    read: a layer reads memory, and a maximum's gradient compares the last bit."""
+    for norm in graph.find_nodes(op="call_function", target=confpred.batch_norm.default):
+        x, weight, bias, residual, *_, text = norm.args
+        problem: Any = Assignment.read(text).problem
+        results = {item.args[1]: item for item in norm.users}
+        readers = [reader for reader in results[0].users if is_of_backward(reader)]
+        is_factor = all(reader.target is aten.mul.Tensor for reader in readers)
+        if readers and is_factor and residual is None and not problem.frozen:
+            with graph.inserting_before(min(readers)):
+                again = _spell_out(norm, x, results, (weight, bias), problem.activation)
+            for reader in readers:
+                reader.replace_input_with(results[0], again)
+
+
+def _spell_out(
+    norm: fx.Node, x: fx.Node, results: Mapping[Any, fx.Node], affine: Sequence[Any], name: str
+) -> fx.Node:
+    """Return new nodes of PyTorch's operators that compute the result of `norm` again, in float32
+    as its kernels do: of ``(x - mean) * invstd``, weight and bias, and activation `name`."""
+    add = partial(insert, norm.graph, meta=norm.meta)
+    convert = torch.ops.prims.convert_element_type.default
+    sides = [1] * (val_of(x).dim() - 2)
+    y = add(convert, (x, torch.float32))
+    vectors = (results[1], results[2], *affine)
+    for operator, vector in zip((aten.sub, aten.mul, aten.mul, aten.add), vectors, strict=True):
+        if vector is not None:
+            y = add(operator.Tensor, (y, add(aten.reshape.default, (vector, [1, -1, *sides]))))
+    for target, named in following.ACTIVATIONS.items():
+        for more in [more for more, known in named.items() if known == name]:
+            y = add(target, (y, *more))
+    return add(convert, (y, val_of(x).dtype))
 
 
 def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

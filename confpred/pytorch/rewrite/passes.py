@@ -79,6 +79,11 @@ def result_of(node: fx.Node, place: int) -> fx.Node:
     return item
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether PyTorch says that `node` computes each element on its own."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def last_of_inputs(node: fx.Node) -> fx.Node:
     """Return `node`, or the last input of its graph if it is an input: those precede all others."""
     return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
@@ -113,10 +118,10 @@ def may_be_written(node: fx.Node) -> bool:
     readers = readers_of_memory(owner)
     inside = [reader for reader in readers if reader.op != "output"]
     is_seen = owner.op == "placeholder" or len(inside) < len(readers)
-    return is_seen and not any(map(_is_of_backward, inside))
+    return is_seen and not any(map(is_of_backward, inside))
 
 
-def _is_of_backward(node: fx.Node) -> bool:
+def is_of_backward(node: fx.Node) -> bool:
     """Return whether `node` depends on a gradient that the backward pass of a joint graph gets."""
     sources, found = [node], {node}
     for source in sources:  # more are added

@@ -173,12 +173,16 @@ def test_the_summary_has_means_leasts_and_the_noise() -> None:
 
 def test_first_steps_are_shown_beside_those_of_torch_compile() -> None:
     rows = [
-        _row("a", "optimize", cold_s=20.04, first_s=3.0),
+        _row("a", "optimize", cold_s=20.0, first_s=3.0),
         _row("a", "compile", cold_s=30.0, first_s=5.0),
-        _row("b", "optimize", cold_s=20.04, first_s=3.0),
+        _row("b", "optimize", cold_s=40.0, first_s=3.0),
         _row("b", "compile", error="out of memory"),
+        _row("c", "optimize", cold_s=30.0, first_s=2.0),
+        _row("c", "compile", cold_s=20.0, first_s=4.0),
     ]
-    assert _lines("first-steps", {"rows": rows}) == ["| a, training | 20.0 | 30.0 | 3.0 | 5.0 |"]
+    assert _lines("first-steps", {"rows": rows}) == [
+        "| training | 2 | 1.00x, 0.67x | c | 1.83x, 1.67x | a |"
+    ]
 
 
 @pytest.mark.slow(reason="a network is captured in training")

@@ -249,6 +249,40 @@ def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
     assert saved(captured(model), x) <= saved(copy.deepcopy(model), x) - image_bytes
 
 
+#: Activations before a gate that a norm's operator computes too.
+BEFORE_GATES = ("none", "relu", "silu", "gelu", "hardswish", "relu6", "leaky ReLU")
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("name", BEFORE_GATES)
+def test_what_a_gate_multiplies_is_not_kept(
+    name: str, affine: bool, served: list[BatchNorm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate's gradient computes it again from the input of the norm, which is kept anyway."""
+
+    def gated(y: Tensor, x: Tensor) -> Tensor:
+        y = AFTER[name](y, x)
+        return y * torch.sigmoid(y.mean((2, 3), keepdim=True))
+
+    run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
+    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # no C++ is compiled
+    model, kept = NormBlock(gated, affine=affine).to(memory_format=torch.channels_last), {}
+    for vector in model.norm.parameters():
+        nn.init.uniform_(vector, -2.0, 2.0)
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t.shape
+        return t
+
+    compare(model, inductor=True)
+    x = images()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        captured(model, inductor=True)(x)
+    # The inputs of the two convolutions and of the norm.
+    assert list(kept.values()).count(x.shape) == 3
+    assert {problem.activation for problem in served} == {FUSED[name][0]}
+
+
 def attended(model: Any, x: Tensor) -> Tensor:
     """A gate by maxima, which a layer reads: their gradient compares them with the result."""
     y = model.norm(x)
