@@ -460,8 +460,7 @@ class Compiler:
         self.norms += lowered.norms
         layers = (*lowered.sites, *lowered.norms)
         choices = list(dict.fromkeys(layer.choice for layer in layers if layer.choice is not None))
-        for choice in choices:
-            choosing.announce(choice)
+        choosing.announce(*choices)
         if lowered.ordinal is not None:
             self.capture.tuner.note_kept(choices)
             choosing.check_clock(lowered.ordinal, choices)
@@ -486,8 +485,8 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
             by_problem |= zip(others, choose(others) if others else (), strict=True)
             return [by_problem[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.constraints)
-        distinct = dict.fromkeys(choice for choice in choices if choice is not None)
-        as_loaded = compile_ahead(list(distinct), ordinal, options.limits)
+        as_loaded = compile_ahead(list(filter(None, choices)), ordinal, options.limits)
+        choosing.announce(*as_loaded.values())
         return [choice and as_loaded[choice] for choice in choices]
 
     return choose

@@ -7,6 +7,7 @@ asks for a layer is the answer of all, and no rank waits for another one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -230,8 +231,7 @@ def choose_many(
 ) -> list[Choice | None]:
     """Choose for each of `problems` on `device`, as `preview` does, and notify the watchers."""
     choices = preview(problems, device, constraints)
-    for choice in dict.fromkeys(filter(None, choices)):
-        announce(choice)
+    announce(*dict.fromkeys(filter(None, choices)))
     return choices
 
 
@@ -466,9 +466,9 @@ def watch_choices(callback: Callable[[Choice], None], name: Hashable = None) -> 
         del _watchers[name]
 
 
-def announce(choice: Choice) -> None:
-    """Notify the watchers that `choice` runs."""
-    for watcher in list(_watchers.values()):
+def announce(*choices: Choice) -> None:
+    """Notify the watchers that `choices` run."""
+    for watcher, choice in itertools.product(list(_watchers.values()), choices):
         watcher(choice)
 
 

@@ -255,5 +255,5 @@ def compile_ahead(
         if ready is not None and ready.assignment.candidate != choice.candidate:
             ranked = _ranked_beside(assignment, ordinal, limits_for(choice.problem, limits))
             built = ready.assignment.candidate
-            as_loaded[choice] = next(c for c in ranked if c.candidate == built)
+            as_loaded[choice] = next((c for c in ranked if c.candidate == built), choice)
     return as_loaded

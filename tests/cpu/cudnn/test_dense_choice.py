@@ -20,6 +20,7 @@ from confpred.errors import LaunchError
 from confpred.families.protocol import PYTORCH_OPERATOR, Candidate
 from confpred.launch import runner
 from confpred.launch.assignment import Assignment
+from confpred.predict.choice import Choice
 from confpred.predict.predictor import Predictor
 from confpred.problem.conv2d import CONVOLUTION, Problem
 from confpred.problem.limits import UNLIMITED, Limits
@@ -128,7 +129,10 @@ def test_a_choice_becomes_the_plan_that_is_built(dense: Predictor, on_gpu: type[
     ranking = dense.rank(NEW, DEVICE, 8)
     on_gpu.row = ranking[3].config_id
     assert loading.compile_ahead([ranking[0]], 0) == {ranking[0]: ranking[3]}
-    assert backend.chooser(0, Options())([NEW]) == [ranking[3]]
+    seen: list[Choice] = []
+    with choosing.watch_choices(seen.append):
+        assert backend.chooser(0, Options())([NEW]) == [ranking[3]]
+    assert seen[-1] == ranking[3]  # a plan has the last choice that it sees
     choosing.use_predictor(Predictor({}))  # as in the next process, without a model
     assert loading.compile_ahead([ranking[3]], 0) == {ranking[3]: ranking[3]}
     on_gpu.row = None
