@@ -149,8 +149,8 @@ class Flat(nn.Module):
 
 @hazard(layers=4, replays=2)
 def gradients_viewed_flat(run: Run) -> Any:
-    """Half precision, channels first: what `torch.autograd.grad` returns lies as in eager mode. Of
-    whole numbers, whose sums are the same in any order: some CPUs round them in between."""
+    """Half precision, channels first: what `torch.autograd.grad` returns lies as in eager mode. All
+    numbers are whole, with the same sums in any order: some CPUs round in between."""
     model = run.network(Flat, train=True).to(memory_format=torch.contiguous_format)
     for parameter in model.parameters():
         parameter.data.sign_()
