@@ -486,7 +486,7 @@ def chooser(ordinal: int, options: Options) -> choosing.Choose:
             return [by_problem[problem] for problem in problems]
         choices = choosing.choose_on(problems, ordinal, options.constraints)
         as_loaded = compile_ahead(list(filter(None, choices)), ordinal, options.limits)
-        choosing.announce(*as_loaded.values())
+        choosing.announce(*set(as_loaded.values()).difference(as_loaded))
         return [choice and as_loaded[choice] for choice in choices]
 
     return choose

@@ -26,7 +26,13 @@ from confpred.problem.conv import ConvNd
 from confpred.problem.conv2d import Problem
 from confpred.problem.device import Device
 from confpred.pytorch.rewrite import causal, following, sites
-from confpred.pytorch.rewrite.matches import LAUNCH_MS, Match, choose_and_replace, insert
+from confpred.pytorch.rewrite.matches import (
+    LAUNCH_MS,
+    Match,
+    choose_and_replace,
+    insert,
+    insert_by_channel,
+)  # fmt: skip
 from confpred.pytorch.rewrite.passes import is_pointwise, put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
 from confpred.pytorch.run import fold as folding
@@ -231,11 +237,8 @@ def _spell_out(norm: Any) -> None:
     graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
     vectors = _fold(following.Chain((norm, first), norm), None, None)
     with graph.inserting_before(first):
-        y = insert(graph, convert, (norm.args[0], torch.float32), norm.meta)
-        for target, vector in zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True):
-            sides = [1] * (val_of(first).dim() - 2)
-            column = insert(graph, aten.reshape.default, (vector, [1, -1, *sides]), norm.meta)
-            y = insert(graph, target, (y, column), norm.meta)
+        steps = list(zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True))
+        y = insert_by_channel(graph, norm.args[0], steps, norm.meta)
     put_in_place(first, convert, (y, val_of(first).dtype))
 
 

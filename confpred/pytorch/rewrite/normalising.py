@@ -21,7 +21,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
-from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert, insert_by_channel
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
 from confpred.pytorch.rewrite.passes import (
     is_of_backward,
@@ -143,9 +143,11 @@ def recompute_norms(graph: fx.Graph) -> None:
         x, weight, bias, residual, *_, text = norm.args
         problem: Any = Assignment.read(text).problem
         results = {item.args[1]: item for item in norm.users}
-        readers = [reader for reader in results[0].users if is_of_backward(reader)]
-        is_factor = all(reader.target is aten.mul.Tensor for reader in readers)
-        if readers and is_factor and residual is None and not problem.frozen:
+        has_products = any(user.target is aten.mul.Tensor for user in results[0].users)
+        if residual is not None or problem.frozen or not has_products:
+            continue
+        readers = [user for user in results[0].users if is_of_backward(user)]
+        if readers and all(reader.target is aten.mul.Tensor for reader in readers):
             with graph.inserting_before(min(readers)):
                 again = _spell_out(norm, x, results, (weight, bias), problem.activation)
             for reader in readers:
@@ -157,18 +159,15 @@ def _spell_out(
 ) -> fx.Node:
     """Return new nodes of PyTorch's operators that compute the result of `norm` again, in float32
     as its kernels do: of ``(x - mean) * invstd``, weight and bias, and activation `name`."""
-    add = partial(insert, norm.graph, meta=norm.meta)
-    convert = torch.ops.prims.convert_element_type.default
-    sides = [1] * (val_of(x).dim() - 2)
-    y = add(convert, (x, torch.float32))
-    vectors = (results[1], results[2], *affine)
-    for operator, vector in zip((aten.sub, aten.mul, aten.mul, aten.add), vectors, strict=True):
-        if vector is not None:
-            y = add(operator.Tensor, (y, add(aten.reshape.default, (vector, [1, -1, *sides]))))
+    graph, meta = norm.graph, norm.meta
+    targets = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
+    steps = list(zip(targets, (results[1], results[2], *affine), strict=True))
+    y = insert_by_channel(graph, x, steps, meta)
     for target, named in following.ACTIVATIONS.items():
         for more in [more for more, known in named.items() if known == name]:
-            y = add(target, (y, *more))
-    return add(convert, (y, val_of(x).dtype))
+            y = insert(graph, target, (y, *more), meta)
+    convert = torch.ops.prims.convert_element_type.default
+    return insert(graph, convert, (y, val_of(x).dtype), meta)
 
 
 def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

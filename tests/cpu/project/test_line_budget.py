@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 #: Lines of code of a folder, those in it included.
 BUDGETS = {
-    "benchmarks": 6746, "confpred": 28334, "confpred/cli": 2189, "confpred/client": 758,
+    "benchmarks": 6746, "confpred": 28346, "confpred/cli": 2189, "confpred/client": 758,
     "confpred/cuda": 834, "confpred/cudnn": 536, "confpred/data": 594, "confpred/families": 5105,
     "confpred/launch": 189, "confpred/measure": 913, "confpred/model": 1191,
     "confpred/predict": 963, "confpred/problem": 1838, "confpred/products": 425,
-    "confpred/pytorch": 6863, "confpred/report": 844, "confpred/retraining": 971,
+    "confpred/pytorch": 6875, "confpred/report": 844, "confpred/retraining": 971,
     "confpred/sampler": 1526, "confpred/training": 1777, "confpred/triton": 365,
-    "datasets": 4770, "examples": 538, "service": 3487, "tests": 38731,
+    "datasets": 4770, "examples": 538, "service": 3487, "tests": 38733,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

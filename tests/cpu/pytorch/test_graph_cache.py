@@ -12,6 +12,7 @@ import pytest
 import torch
 from hazards import HAZARDS, compare
 from layers import H100
+from network_blocks import as_chosen
 from slow import slow_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -42,7 +43,6 @@ def on_h100(captured: Any, launches: Any, monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.setattr(choosing, "device_of", lambda ordinal: H100)  # no GPU is here
     monkeypatch.setattr(driver, "describe", lambda _: (H100.product, "580.1"))  # nor its driver
     monkeypatch.setattr(graph_cache, "_ordinals", lambda inputs: {0})  # of tensors of the CPU
-    as_chosen = lambda choices, *_: dict(zip(choices, choices, strict=True))  # noqa: E731
     monkeypatch.setattr(backend, "compile_ahead", as_chosen)  # kernels need a GPU
     return captured
 

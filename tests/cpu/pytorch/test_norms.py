@@ -66,6 +66,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[BatchNorm]:
     return asked
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs that Inductor would compile run as they are."""
+    run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
+    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # no C++ is compiled
+
+
 def captured(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
     made: Callable[[Tensor], Tensor] = torch.compile(
         model, backend="confpred", options={"graphs": False, **options}, dynamic=False
@@ -256,7 +263,7 @@ BEFORE_GATES = ("none", "relu", "silu", "gelu", "hardswish", "relu6", "leaky ReL
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("name", BEFORE_GATES)
 def test_what_a_gate_multiplies_is_not_kept(
-    name: str, affine: bool, served: list[BatchNorm], monkeypatch: pytest.MonkeyPatch
+    name: str, affine: bool, served: list[BatchNorm], uncompiled: None
 ) -> None:
     """The gate's gradient computes it again from the input of the norm, which is kept anyway."""
 
@@ -264,8 +271,6 @@ def test_what_a_gate_multiplies_is_not_kept(
         y = AFTER[name](y, x)
         return y * torch.sigmoid(y.mean((2, 3), keepdim=True))
 
-    run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
-    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # no C++ is compiled
     model, kept = NormBlock(gated, affine=affine).to(memory_format=torch.channels_last), {}
     for vector in model.norm.parameters():
         nn.init.uniform_(vector, -2.0, 2.0)
@@ -297,11 +302,9 @@ def counting(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [attended, counting])
-def test_gates_have_their_gradients(function: Any, served: Any, monkeypatch: Any) -> None:
+def test_gates_have_their_gradients(function: Any, served: Any, uncompiled: None) -> None:
     """A formula in the place of the norm's saved result has another last bit, and reads the present
     values of buffers."""
-    run: Any = lambda gm, *_: (boxed_nop(gm, []), {})  # noqa: E731
-    monkeypatch.setattr(backend.inductor, "compile_pass", run)  # no C++ is compiled
     layers: dict[str, nn.Module] = {"norm": nn.BatchNorm2d(WIDTH)}
     layers |= {"gate": nn.Conv2d(WIDTH, WIDTH, 1)} if function is attended else {}
     model = Around(function, **layers)

@@ -29,6 +29,7 @@ import tuning_jobs
 from command_line import confpred as command
 from command_line import named
 from filelock import FileLock
+from network_blocks import as_chosen
 from slow import slow_but
 from torch import nn
 from torch._dynamo.utils import counters
@@ -646,7 +647,6 @@ def keeping(board, captures, launches, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(choosing, "device_of", lambda _: board.device)  # no GPU is here
     monkeypatch.setattr(graph_cache, "_ordinals", lambda _: {0})  # of tensors of the CPU
-    as_chosen = lambda choices, *_: dict(zip(choices, choices, strict=True))  # noqa: E731
     monkeypatch.setattr(backend, "compile_ahead", as_chosen)  # kernels need a GPU
     monkeypatch.setattr(choosing, "check_clock", lambda *_: None)  # it has no clock
 
