@@ -31,7 +31,7 @@ from confpred.pytorch.rewrite.matches import (
     Match,
     choose_and_replace,
     insert,
-    insert_by_channel,
+    insert_affine,
 )  # fmt: skip
 from confpred.pytorch.rewrite.passes import is_pointwise, put_in_place, result_of, val_of
 from confpred.pytorch.run import choosing, library, operators  # noqa: F401  graphs call the operators
@@ -237,8 +237,7 @@ def _spell_out(norm: Any) -> None:
     graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
     vectors = _fold(following.Chain((norm, first), norm), None, None)
     with graph.inserting_before(first):
-        steps = list(zip((aten.mul.Tensor, aten.add.Tensor), vectors, strict=True))
-        y = insert_by_channel(graph, norm.args[0], steps, norm.meta)
+        y = insert_affine(norm.args[0], *vectors, norm.meta)
     put_in_place(first, convert, (y, val_of(first).dtype))
 
 

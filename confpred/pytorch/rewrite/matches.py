@@ -78,17 +78,14 @@ def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: Any) -> fx
     return new
 
 
-def insert_by_channel(
-    graph: fx.Graph, x: fx.Node, steps: Sequence[tuple[Any, fx.Node | None]], meta: Any
-) -> fx.Node:
-    """Return a new node of `x` in float32 after `steps`: operators, each with a vector by channel,
-    and left out where that is None; the others are as of `insert`."""
-    sides = [1] * (val_of(x).dim() - 2)
+def insert_affine(x: fx.Node, scale: fx.Node, shift: fx.Node, meta: Any) -> fx.Node:
+    """Return a new node of ``x * scale + shift`` in float32, of vectors by channel; inserted as by
+    `insert`."""
+    graph, sizes = x.graph, [1, -1, *[1] * (val_of(x).dim() - 2)]
     y = insert(graph, torch.ops.prims.convert_element_type.default, (x, torch.float32), meta)
-    for target, vector in steps:
-        if vector is not None:
-            column = insert(graph, aten.reshape.default, (vector, [1, -1, *sides]), meta)
-            y = insert(graph, target, (y, column), meta)
+    for target, vector in ((aten.mul.Tensor, scale), (aten.add.Tensor, shift)):
+        row = insert(graph, aten.reshape.default, (vector, sizes), meta)
+        y = insert(graph, target, (y, row), meta)
     return y
 
 

@@ -21,7 +21,7 @@ from confpred.predict.choice import Choice
 from confpred.problem.norm import BATCH_NORM
 from confpred.problem.norm_of_groups import NORM
 from confpred.pytorch.rewrite import following, norm_layers, sites
-from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert, insert_by_channel
+from confpred.pytorch.rewrite.matches import Match, choose_and_replace, insert, insert_affine
 from confpred.pytorch.rewrite.norm_layers import Layer, find_conversions, node_at
 from confpred.pytorch.rewrite.passes import (
     is_of_backward,
@@ -158,11 +158,16 @@ def _spell_out(
     norm: fx.Node, x: fx.Node, results: Mapping[Any, fx.Node], affine: Sequence[Any], name: str
 ) -> fx.Node:
     """Return new nodes of PyTorch's operators that compute the result of `norm` again, in float32
-    as its kernels do: of ``(x - mean) * invstd``, weight and bias, and activation `name`."""
+    as its kernels do, with activation `name`. Mean, root, weight and bias become a scale and a
+    shift first: with four vectors for each element, Inductor's sums are compute-bound."""
     graph, meta = norm.graph, norm.meta
-    targets = (aten.sub.Tensor, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor)
-    steps = list(zip(targets, (results[1], results[2], *affine), strict=True))
-    y = insert_by_channel(graph, x, steps, meta)
+    (mean, scale), (weight, bias) = (results[1], results[2]), affine
+    if weight is not None:
+        scale = insert(graph, aten.mul.Tensor, (scale, weight), meta)
+    shift = insert(graph, aten.mul.Tensor, (mean, scale), meta)
+    last = (aten.neg.default, (shift,)) if bias is None else (aten.sub.Tensor, (bias, shift))
+    shift = insert(graph, *last, meta)
+    y = insert_affine(x, scale, shift, meta)
     for target, named in following.ACTIVATIONS.items():
         for more in [more for more, known in named.items() if known == name]:
             y = insert(graph, target, (y, *more), meta)
