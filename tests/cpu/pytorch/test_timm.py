@@ -22,7 +22,7 @@ AT_THEIR_OWN = "coatnet_0_rw_224 convit_tiny levit_conv_128s"
 INFERENCE = dict.fromkeys(AT_64.split(), 64) | dict.fromkeys(AT_THEIR_OWN.split(), 0)
 #: Those that also train.
 TRAINING = """
-edgenext_xx_small efficientnet_b0 levit_conv_128s mixnet_s mobileone_s0 regnety_002 resnet18
+edgenext_xx_small efficientnet_b0 levit_conv_128s mixnet_s regnety_002 repvit_m0_9 resnet18
 xcit_nano_12_p16_224
 """
 
@@ -53,11 +53,7 @@ def test_inference_is_that_of_eager_mode(captured, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING.split())
-def test_training_is_that_of_eager_mode(captured, monkeypatch, name: str) -> None:
-    if name == "mobileone_s0":
-        # The gradient of a filter of 1 x 1, stride 2 and 3 channels by oneDNN crashes on some
-        # processors, in eager mode too.
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # a setting of PyTorch
+def test_training_is_that_of_eager_mode(captured, name: str) -> None:
     model, images = network(name)
     model.train()
     state = {k: v.clone() for k, v in model.state_dict().items()}

@@ -212,7 +212,8 @@ def cluster() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 def driver(folder: Path, address: str) -> subprocess.Popen[bytes]:
     host, port = address.split(":")
     eventually(lambda: socket.socket().connect_ex((host, int(port))) == 0)
-    environment = os.environ | {"RAY_ADDRESS": address}
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # for a head that is lost; a minute
+    environment = os.environ | patience | {"RAY_ADDRESS": address}
     return subprocess.Popen([sys.executable, "-c", _DRIVER, str(folder)], env=environment)
 
 
