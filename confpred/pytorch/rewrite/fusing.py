@@ -235,9 +235,9 @@ def _spell_out(norm: Any) -> None:
     if first is None or val_of(first).dtype not in DTYPES:
         return
     graph, convert = norm.graph, torch.ops.prims.convert_element_type.default
-    vectors = _fold(following.Chain((norm, first), norm), None, None)
+    scale, shift = _fold(following.Chain((norm, first), norm), None, None)
     with graph.inserting_before(first):
-        y = insert_affine(norm.args[0], *vectors, norm.meta)
+        y = insert_affine(norm.args[0], scale, shift, norm.meta)
     put_in_place(first, convert, (y, val_of(first).dtype))
 
 

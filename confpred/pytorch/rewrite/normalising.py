@@ -164,15 +164,15 @@ def _spell_out(
     (mean, scale), (weight, bias) = (results[1], results[2]), affine
     if weight is not None:
         scale = insert(graph, aten.mul.Tensor, (scale, weight), meta)
-    shift = insert(graph, aten.mul.Tensor, (mean, scale), meta)
-    last = (aten.neg.default, (shift,)) if bias is None else (aten.sub.Tensor, (bias, shift))
-    shift = insert(graph, *last, meta)
+    shift = insert(graph, aten.neg.default, (mean,), meta)
+    shift = insert(graph, aten.mul.Tensor, (shift, scale), meta)
+    if bias is not None:
+        shift = insert(graph, aten.add.Tensor, (shift, bias), meta)
     y = insert_affine(x, scale, shift, meta)
     for target, named in following.ACTIVATIONS.items():
         for more in [more for more, known in named.items() if known == name]:
             y = insert(graph, target, (y, *more), meta)
-    convert = torch.ops.prims.convert_element_type.default
-    return insert(graph, convert, (y, val_of(x).dtype), meta)
+    return insert(graph, torch.ops.prims.convert_element_type.default, (y, val_of(x).dtype), meta)
 
 
 def _read_copies(graph: fx.Graph, read: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
