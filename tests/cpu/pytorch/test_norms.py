@@ -256,6 +256,19 @@ def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
     assert saved(captured(model), x) <= saved(copy.deepcopy(model), x) - image_bytes
 
 
+def images_kept(model: nn.Module) -> int:
+    """Return how many tensors of the shape of its input a step keeps for its backward pass."""
+    kept, x = {}, images()
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t.shape
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        captured(model, inductor=True)(x)
+    return list(kept.values()).count(x.shape)
+
+
 #: Activations before a gate that a norm's operator computes too.
 BEFORE_GATES = ("none", "relu", "silu", "gelu", "hardswish", "relu6", "leaky ReLU")
 
@@ -271,20 +284,11 @@ def test_what_a_gate_multiplies_is_not_kept(
         y = AFTER[name](y, x)
         return y * torch.sigmoid(y.mean((2, 3), keepdim=True))
 
-    model, kept = NormBlock(gated, affine=affine).to(memory_format=torch.channels_last), {}
+    model = NormBlock(gated, affine=affine).to(memory_format=torch.channels_last)
     for vector in model.norm.parameters():
         nn.init.uniform_(vector, -2.0, 2.0)
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.data_ptr()] = t.shape
-        return t
-
     compare(model, inductor=True)
-    x = images()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        captured(model, inductor=True)(x)
-    # The inputs of the two convolutions and of the norm.
-    assert list(kept.values()).count(x.shape) == 3
+    assert images_kept(model) == 3  # the inputs of the two convolutions and of the norm
     assert {problem.activation for problem in served} == {FUSED[name][0]}
 
 
@@ -301,13 +305,20 @@ def counting(model: Any, x: Tensor) -> Tensor:
     return y * torch.sigmoid(y.mean((2, 3), keepdim=True))
 
 
-@pytest.mark.parametrize("function", [attended, counting])
+def branched(model: Any, x: Tensor) -> Tensor:
+    """A gate beside a layer, which reads the norm's result from memory."""
+    y = model.norm(x)
+    return y * torch.sigmoid(y.mean((2, 3), keepdim=True)) + model.gate(y)
+
+
+@pytest.mark.parametrize("function", [attended, counting, branched])
 def test_gates_have_their_gradients(function: Any, served: Any, uncompiled: None) -> None:
     """A formula in the place of the norm's saved result has another last bit, and reads the present
     values of buffers."""
     layers: dict[str, nn.Module] = {"norm": nn.BatchNorm2d(WIDTH)}
-    layers |= {"gate": nn.Conv2d(WIDTH, WIDTH, 1)} if function is attended else {}
+    layers |= {} if function is counting else {"gate": nn.Conv2d(WIDTH, WIDTH, 1)}
     model = Around(function, **layers)
     model.register_buffer("count", torch.zeros(1, WIDTH, 1, 1))
     nn.init.normal_(model.norm.weight)
     compare(model, inductor=True)
+    assert function is not branched or images_kept(model) == 2  # inputs of norm and layer
