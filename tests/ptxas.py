@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
-from itertools import cycle, product
-from typing import Any
 
 from cuda.core import Program
 
@@ -15,12 +12,6 @@ from confpred.problem.operation import KernelSpec
 
 #: The oldest target that we support, the one that was measured, and the newest that NVRTC knows.
 ARCHS = ("sm_80", "sm_90a", supported_archs()[-1])
-
-
-def for_targets(names: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Pair each name with the measured target and, in turns, with one of the others: `make kernels`
-    compiles everything for all."""
-    return [*product(names, ARCHS[1:2]), *zip(names, cycle(ARCHS[::2]))]
 
 
 def resources(spec: KernelSpec, arch: str) -> tuple[int, int]:

@@ -137,8 +137,8 @@ def _replace(
 def recompute_norms(graph: fx.Graph) -> None:
     """Let products of the backward pass compute the result of a batch norm again, from the norm's
     input: its own gradient keeps that anyway, and Inductor's kernels read no more. So a result that
-    a gate of channels multiplies is not kept. One that something else reads there is kept, and
-    read: a layer reads memory, and a maximum's gradient compares the last bit."""
+    a gate of channels multiplies is not kept. One that a layer's gradient reads from memory, too,
+    is kept, and read. A maximum's, which compares last bits, reads the result: it is no product."""
     for norm in graph.find_nodes(op="call_function", target=confpred.batch_norm.default):
         x, weight, bias, residual, *_, text = norm.args
         problem: Any = Assignment.read(text).problem

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from layers import CONVOLUTIONS, H100
-from ptxas import for_targets, resources
+from ptxas import ARCHS, resources
 
 from confpred.families.batch import ProblemBatch
 from confpred.families.common import MAX_REGISTERS
@@ -38,7 +38,7 @@ KINDS = {
 
 
 @pytest.mark.slow(reason="18 to 30 compiles a target")
-@pytest.mark.parametrize(("names", "arch"), for_targets([*KINDS]))
+@pytest.mark.parametrize(("names", "arch"), list(product(KINDS, ARCHS)))
 def test_registers_are_near_the_estimate_and_hardly_spill(
     names: tuple[str, ...], arch: str
 ) -> None:

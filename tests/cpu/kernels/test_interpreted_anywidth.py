@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from layers import ANY_WIDTH, H100
 from ptx.launch import interpret
-from ptxas import for_targets, resources
+from ptxas import ARCHS, resources
 from references import outside, random_inputs, reference, some_rows
 from slow import slow_but
 
@@ -90,7 +90,8 @@ def test_a_part_of_the_groups_of_a_block_may_be_missing() -> None:
 
 
 @pytest.mark.slow(reason="a dozen compiles a target")
-@pytest.mark.parametrize(("direction", "arch"), for_targets([*EPILOGUES]))
+@pytest.mark.parametrize("arch", ARCHS)
+@every_direction
 def test_kernels_hardly_spill(direction: str, arch: str) -> None:
     """Compile the config of each layer that is expected to need the most registers."""
     family, stacks, ratios = ANY_WIDTH[f"anywidth_{direction}"], [], []

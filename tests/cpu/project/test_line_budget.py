@@ -22,7 +22,7 @@ BUDGETS = {
     "confpred/predict": 963, "confpred/problem": 1838, "confpred/products": 425,
     "confpred/pytorch": 6875, "confpred/report": 844, "confpred/retraining": 971,
     "confpred/sampler": 1526, "confpred/training": 1777, "confpred/triton": 365,
-    "datasets": 4770, "examples": 538, "service": 3487, "tests": 38743,
+    "datasets": 4770, "examples": 538, "service": 3487, "tests": 38740,
 }  # fmt: skip
 MODULES = 200  # of confpred and service together
 LONGEST = 500  # lines of a module that ships

@@ -236,19 +236,24 @@ def test_both_directions_are_replaced_together() -> None:
     assert normalising._gain_ms(ours, guessed) == 0.0
 
 
+def kept(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Return what a step keeps for its backward pass, a tensor for each memory."""
+    found: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(x)
+    return list(found.values())
+
+
 def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
     """The argument of SiLU is computed again."""
 
     def saved(model: Callable[[Tensor], Tensor], x: Tensor) -> int:
-        found: dict[int, int] = {}
-
-        def keep(t: Tensor) -> Tensor:
-            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            model(x)
-        return sum(found.values())
+        return sum(t.untyped_storage().nbytes() for t in kept(model, x))
 
     model = NormBlock(AFTER["silu"]).to(memory_format=torch.channels_last)
     x = images()
@@ -258,15 +263,8 @@ def test_less_is_saved_for_the_backward_pass(served: list[BatchNorm]) -> None:
 
 def images_kept(model: nn.Module) -> int:
     """Return how many tensors of the shape of its input a step keeps for its backward pass."""
-    kept, x = {}, images()
-
-    def keep(t: Tensor) -> Tensor:
-        kept[t.data_ptr()] = t.shape
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        captured(model, inductor=True)(x)
-    return list(kept.values()).count(x.shape)
+    x = images()
+    return [t.shape for t in kept(captured(model, inductor=True), x)].count(x.shape)
 
 
 #: Activations before a gate that a norm's operator computes too.
@@ -316,7 +314,8 @@ def test_gates_have_their_gradients(function: Any, served: Any, uncompiled: None
     """A formula in the place of the norm's saved result has another last bit, and reads the present
     values of buffers."""
     layers: dict[str, nn.Module] = {"norm": nn.BatchNorm2d(WIDTH)}
-    layers |= {} if function is counting else {"gate": nn.Conv2d(WIDTH, WIDTH, 1)}
+    if function is not counting:
+        layers["gate"] = nn.Conv2d(WIDTH, WIDTH, 1)
     model = Around(function, **layers)
     model.register_buffer("count", torch.zeros(1, WIDTH, 1, 1))
     nn.init.normal_(model.norm.weight)
